@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import lightning_realloc
+from lightning_realloc.commands.agent_settings import ENVIRONMENT_FORMS, TOOL_FORMS, agent_settings
 from lightning_realloc.commands.file_forms import flag_of
 from lightning_realloc.commands.parsing import CommandParser, refuse_gguf
 from lightning_realloc.commands.reward_names import describe_names, reward_setting
@@ -79,23 +80,7 @@ def short_parser(name: str) -> CommandParser:
     add("--model", metavar="NAME", help="Hugging Face name or folder of the model to train.")
     add("--data", metavar="DATA", help="JSONL, JSON, CSV or Parquet file, folder of a data set, or name on the hub.")
     if command.num_responses is not None:
-        add(
-            "--reward",
-            action="append",
-            default=[],
-            metavar="REWARD",
-            help=f"Repeat it for several rewards: {describe_names()}.",
-        )
-        add("--prompt-column", metavar="NAME", default="prompt", help="Column with the prompts. Default: %(default)s.")
-        add("--n", type=int, default=command.num_responses, help="Responses per prompt. Default: %(default)s.")
-        add(
-            "--max-new-tokens",
-            type=int,
-            default=512,
-            metavar="N",
-            help="Tokens of the longest response. Default: %(default)s.",
-        )
-        add("--engine", choices=get_args(EngineName), help="Engine that generates. Default: native.")
+        _add_generation_flags(parser, command)
         default_batch = f"{SEQUENCES_PER_ITERATION} / n"
     else:
         default_batch = str(ROWS_PER_ITERATION)
@@ -120,6 +105,33 @@ def short_parser(name: str) -> CommandParser:
     return parser
 
 
+def _add_generation_flags(parser: CommandParser, command: ShortCommand) -> None:
+    """Add the flags of commands that generate: rewards, tools, prompts and responses."""
+    add = parser.add_argument
+    add(
+        "--reward",
+        action="append",
+        default=[],
+        metavar="REWARD",
+        help=f"Repeat it for several rewards: {describe_names()}.",
+    )
+    tools = f"Tools that the model may call, one or several: {TOOL_FORMS}."
+    add("--tools", nargs="+", action="extend", default=[], metavar="TOOLS", help=tools)
+    add("--environment", metavar="CLASS", help=f"Environment that answers the model: {ENVIRONMENT_FORMS}.")
+    turns = "Most turns of the model in one response, with tools or an environment. Default: 8."
+    add("--max-turns", type=int, metavar="N", help=turns)
+    add("--prompt-column", metavar="NAME", default="prompt", help="Column with the prompts. Default: %(default)s.")
+    add("--n", type=int, default=command.num_responses, help="Responses per prompt. Default: %(default)s.")
+    add(
+        "--max-new-tokens",
+        type=int,
+        default=512,
+        metavar="N",
+        help="Tokens of the longest response, with answers of tools. Default: %(default)s.",
+    )
+    add("--engine", choices=get_args(EngineName), help="Engine that generates. Default: native.")
+
+
 @dataclass(frozen=True, slots=True)
 class ShortRun:
     """A run that a command line asks for."""
@@ -139,7 +151,8 @@ def read_command_line(name: str, arguments: Sequence[str], *, precision: Callabl
         precision: Returns the Trainer's precision on this machine; None: Lightning's default.
 
     Raises:
-        ConfigError: for a flag that is unknown, missing or out of range, and for data or rewards that are not there.
+        ConfigError: for a flag that is unknown, missing or out of range, and for data, rewards, tools or environments
+            that are not there.
     """
     short, settings = split_arguments(arguments)
     flags = short_parser(name).parse(short)
@@ -147,7 +160,8 @@ def read_command_line(name: str, arguments: Sequence[str], *, precision: Callabl
     # A link would point to a checkpoint that is still being written.
     links_last = not any(_names(setting, "async_checkpoints") for setting in settings)
     data = data_setting(flags.data, flags.split, flags.config_name)
-    config = configuration(name, flags, data, precision(), links_last=links_last)
+    agent = {} if COMMANDS[name].num_responses is None else agent_settings(flags)
+    config = configuration(name, flags, data, precision(), agent=agent, links_last=links_last)
     path = None if flags.save_config is None else expand_home(Path(flags.save_config))
     return ShortRun(("fit", "--config", json.dumps(config), *settings), path)
 
@@ -182,6 +196,7 @@ def configuration(
     data: str | Mapping[str, str],
     precision: str | None,
     *,
+    agent: Mapping[str, Any] | None = None,
     links_last: bool = True,
 ) -> dict[str, Any]:
     """Return the nested settings of ``fit`` for a command's flags. Pure.
@@ -191,15 +206,17 @@ def configuration(
         flags: Flags of the command's parser.
         data: The data module's ``data``.
         precision: The Trainer's precision; None leaves it out.
+        agent: Settings of the algorithm for tools and environments.
         links_last: Whether ``last.ckpt`` is a link to the newest checkpoint; otherwise it is a copy.
     """
     command = COMMANDS[name]
     generates = command.num_responses is not None
     default_batch = max(1, SEQUENCES_PER_ITERATION // flags.n) if generates else ROWS_PER_ITERATION
-    model: dict[str, Any] = {command.role: flags.model}
+    model: dict[str, Any] = {command.role: flags.model, **(agent or {})}
     rows: dict[str, Any] = {"data": data, "batch_size": flags.batch_size or default_batch}
     if generates:
-        model["reward"] = reward_setting(flags.reward)
+        if flags.reward:
+            model["reward"] = reward_setting(flags.reward)
         model["sampling"] = {"n": flags.n, "max_new_tokens": flags.max_new_tokens}
         if flags.engine is not None:
             model["engine"] = flags.engine
@@ -281,12 +298,12 @@ def data_setting(data: str, split: str | None, config_name: str | None) -> str |
 def _check(name: str, flags: argparse.Namespace) -> None:
     """Raise ConfigError for flags that are missing, out of range or contradict each other."""
     needed = {"--model": "a Hugging Face name or folder", "--data": "a file, a folder or the name of a data set"}
-    if COMMANDS[name].num_responses is not None:
+    if COMMANDS[name].num_responses is not None and flags.environment is None:
         needed["--reward"] = describe_names()
     for flag, example in needed.items():
         if not getattr(flags, flag.lstrip("-")):
             raise ConfigError(f"{name} needs {flag}: {example}")
-    for flag in ("n", "max_new_tokens", "batch_size", "steps", "epochs", "lora", "checkpoint_every"):
+    for flag in ("n", "max_new_tokens", "max_turns", "batch_size", "steps", "epochs", "lora", "checkpoint_every"):
         value = getattr(flags, flag, None)
         if value is not None and value < 1:
             raise ConfigError(f"--{flag.replace('_', '-')}={value} must be at least 1")

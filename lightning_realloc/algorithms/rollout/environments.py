@@ -12,7 +12,9 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Environment
 from lightning_realloc.rewards.signatures import check_takes, import_function
 
-EnvironmentSource = str | Mapping[str, str | Callable[..., Any]] | MessageEnvironment | Callable[..., Any]
+EnvironmentSource = (
+    str | Mapping[str, str | MessageEnvironment | Callable[..., Any]] | MessageEnvironment | Callable[..., Any]
+)
 """An environment of messages: its class, an object to copy, a function that makes one, or several of these by name. Or
 one of tokens: a function of a turn, or a class of such functions that is constructed from the tokenizer. Or an import
 path."""
