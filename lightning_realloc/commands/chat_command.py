@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
+from lightning_realloc.commands.agent_settings import TOOL_FORMS, tool_setting
 from lightning_realloc.commands.chat_session import ChatSession, model_folder
+from lightning_realloc.commands.chat_tools import ToolSettings
 from lightning_realloc.commands.parsing import CommandParser
+from lightning_realloc.environments.tools import tools_of
 from lightning_realloc.errors import ConfigError, DataError, GenerationError
 from lightning_realloc.generation import SamplingParams
 
@@ -23,8 +26,13 @@ def chat_parser() -> CommandParser:
     add("folder", metavar="FOLDER", help="Folder of a model, of adapters or of a run, or a Hugging Face name.")
     add("--system", metavar="TEXT", help="System message at the beginning of the conversation.")
     add("--prompt", metavar="TEXT", help="One question; without it, standard input is read.")
+    tools = f"Tools that the model may call, one or several, after FOLDER: {TOOL_FORMS}."
+    add("--tools", nargs="+", action="extend", default=[], metavar="TOOLS", help=tools)
+    turns = "Most turns of the model in an answer with tools. Default: 8."
+    add("--max-turns", type=int, metavar="N", help=turns)
+    add("--parser", metavar="FORMAT", help="Format of the model's calls, such as hermes. Default: by chat template.")
     add("--temperature", type=float, default=0.7, help="0 takes the most likely token. Default: %(default)s.")
-    add("--max-new-tokens", type=int, default=512, metavar="N", help="Most tokens of an answer. Default: %(default)s.")
+    add("--max-new-tokens", type=int, default=512, metavar="N", help="Most tokens of a turn. Default: %(default)s.")
     add("--seed", type=int, default=0, help="Seed of the sampling. Default: %(default)s.")
     add("--device", help="Device such as cpu or cuda:1. Default: the first GPU, else the CPU.")
     return parser
@@ -55,7 +63,18 @@ def run_chat(arguments: Sequence[str], write: Callable[[str], object], stdin: Te
 
 def _session(flags: argparse.Namespace, write: Callable[[str], object]) -> ChatSession:
     params = SamplingParams(max_new_tokens=flags.max_new_tokens, temperature=flags.temperature, seed=flags.seed)
-    return ChatSession.load(flags.folder, params, write, system=flags.system, device=flags.device)
+    tools = _tool_settings(flags)
+    return ChatSession.load(flags.folder, params, write, system=flags.system, device=flags.device, tool_settings=tools)
+
+
+def _tool_settings(flags: argparse.Namespace) -> ToolSettings | None:
+    further = {name: value for name in ("max_turns", "parser") if (value := getattr(flags, name)) is not None}
+    if flags.tools:
+        return ToolSettings(tools=tools_of(tool_setting(flags.tools)), **further)
+    if further:
+        given = " and ".join(f"--{name.replace('_', '-')}={value}" for name, value in further.items())
+        raise ConfigError(f"{given}: this is for answers with tools; give --tools, or leave it out")
+    return None
 
 
 def _greeting(session: ChatSession, flags: argparse.Namespace) -> str:

@@ -12,10 +12,12 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from lightning_realloc.algorithms.base.role import Role
+from lightning_realloc.commands.chat_tools import ChatTools, ToolSettings
 from lightning_realloc.commands.parsing import has_bf16, refuse_gguf
-from lightning_realloc.data.chat import Text, conversation_text, load_tokenizer, prompt_token_ids
+from lightning_realloc.data.chat import Message, Text, conversation_text, load_tokenizer, prompt_token_ids
 from lightning_realloc.errors import CheckpointError, ConfigError
-from lightning_realloc.generation import GenerationEngine, SamplingParams
+from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams
+from lightning_realloc.generation.core.model_config import eos_ids_of
 from lightning_realloc.remote_path import expand_home, is_path
 from lightning_realloc.strategies.checkpoints.adapter_files import ADAPTER_CONFIG_FILE, CONFIG_FILE
 from lightning_realloc.strategies.checkpoints.checkpoint_files import ROLES_FILE
@@ -34,6 +36,7 @@ class ChatSession:
         params: Sampling of the answers.
         system: System message; None: none.
         device: Name of the model's device.
+        tools: Tools that answers may call; None: none.
     """
 
     def __init__(
@@ -45,12 +48,14 @@ class ChatSession:
         *,
         system: str | None = None,
         device: str = "cpu",
+        tools: ChatTools | None = None,
     ) -> None:
         self.has_template = tokenizer.chat_template is not None
         self.device = device
         self._engine, self._tokenizer, self._stream, self._params = engine, tokenizer, stream, params
         self._system = [] if system is None else [{"role": "system", "content": system}]
-        self._num_asked = 0
+        self._tools = tools
+        self._num_turns = 0
         self.reset()
 
     @classmethod
@@ -62,6 +67,7 @@ class ChatSession:
         *,
         system: str | None = None,
         device: str | None = None,
+        tool_settings: ToolSettings | None = None,
     ) -> Self:
         """Load a model and its tokenizer.
 
@@ -71,45 +77,61 @@ class ChatSession:
             write: Receives the text of answers as it is generated.
             system: System message.
             device: Device of the model; None: the first GPU, else the CPU.
+            tool_settings: Tools that answers may call, and how; None: none.
 
         Raises:
             CheckpointError: for a checkpoint, which has to be exported first.
-            ConfigError: for a folder without a model or a tokenizer, and for a system message without a chat template.
+            ConfigError: for a folder without a model or a tokenizer, for a system message without a chat template, and
+                for a model that cannot use tools.
         """
         source, adapters, tokenizer_source = _sources(model_folder(folder))
         chosen = _device(device)
         tokenizer: Any = load_tokenizer(tokenizer_source)
         if system is not None and tokenizer.chat_template is None:
             raise ConfigError("--system needs a chat template, and this tokenizer has none; leave it out")
+        if tool_settings is not None and tokenizer.chat_template is None:
+            raise ConfigError("--tools needs a chat template, and this tokenizer has none; leave it out")
         model = load_model(source, adapters, chosen)
+        tools = None
+        if tool_settings is not None:
+            stops = eos_ids_of(model) | ({tokenizer.eos_token_id} - {None})
+            tools = ChatTools(tokenizer, tool_settings, write, stop_token_ids=stops)
         stream = TokenStream(tokenizer, write)
         engine = GenerationEngine(model, tokenizer=tokenizer, max_slots=1)
-        return cls(engine, tokenizer, stream, params, system=system, device=str(chosen))
+        return cls(engine, tokenizer, stream, params, system=system, device=str(chosen), tools=tools)
 
     def reset(self) -> None:
         """Forget all messages but the system message."""
-        self.messages: list[dict[str, str]] = list(self._system)
+        self.messages: list[Message] = list(self._system)
 
     def ask(self, question: str) -> str:
-        """Return the answer to a question, and stream it; both become part of the conversation.
+        """Return the answer to a question, and stream it; both become part of the conversation, with calls of tools.
 
         Raises:
             DataError: for a conversation that the chat template cannot render.
             GenerationError: for a conversation that does not fit the model's context.
         """
         messages = [*self.messages, {"role": "user", "content": question}]
-        prompt = prompt_token_ids(self._tokenizer, [self._prompt(messages)])[0]
-        sample_id, self._num_asked = self._num_asked, self._num_asked + 1  # other random numbers for each question
+        if self._tools is None:
+            (prompt_ids,) = prompt_token_ids(self._tokenizer, [self._prompt(messages)])
+            answer = self._tokenizer.decode(list(self._turn(prompt_ids).token_ids), skip_special_tokens=True)
+            turns: list[Message] = [{"role": "assistant", "content": str(answer)}]
+        else:
+            turns = self._tools.turns(messages, self._turn)
+        if self.has_template:
+            self.messages = [*messages, *turns]
+        return str(turns[-1]["content"])
+
+    def _turn(self, prompt_ids: Sequence[int]) -> Completion:
+        """Generate one turn of the model, and stream it."""
+        sample_id, self._num_turns = self._num_turns, self._num_turns + 1  # other random numbers for each turn
         self._stream.begin()
         show = self._stream.show
-        (completion,) = self._engine.generate([prompt], self._params, sample_ids=[sample_id], on_tokens=show)
+        (completion,) = self._engine.generate([prompt_ids], self._params, sample_ids=[sample_id], on_tokens=show)
         self._stream.end()
-        answer = str(self._tokenizer.decode(list(completion.token_ids), skip_special_tokens=True))
-        if self.has_template:
-            self.messages = [*messages, {"role": "assistant", "content": answer}]
-        return answer
+        return completion
 
-    def _prompt(self, messages: Sequence[dict[str, str]]) -> Text:
+    def _prompt(self, messages: Sequence[Message]) -> Text:
         if not self.has_template:
             return Text(messages[-1]["content"], "the question", add_bos=True)
         return conversation_text(self._tokenizer, list(messages), "the conversation", add_generation_prompt=True)

@@ -1,0 +1,164 @@
+"""Tool calls in ``lightning-realloc chat``: read them, carry them out, show them, and let the model go on."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from lightning_realloc.data.chat import Message
+from lightning_realloc.environments.chat_turns import ChatTurns
+from lightning_realloc.environments.tool_calls import CallLimits, ToolRunner, text_of
+from lightning_realloc.environments.tools import Tool
+from lightning_realloc.environments.turn_parser import Parser, TurnParser
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.generation import Completion
+from lightning_realloc.generation.loop.environment import EVENT_LOOP
+
+_MOST_BEFORE = 64
+"""Tokens before a turn that are read for the header of the assistant, which may open a thought."""
+_MOST_SHOWN = 2000
+"""Characters of an argument or an answer that are shown; the model reads all of an answer."""
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters that terminals obey. A tool's answer may hold any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolSettings:
+    """Tools of a conversation, and how answers use them."""
+
+    tools: tuple[Tool, ...]
+    """Tools that the chat template shows to the model."""
+    max_turns: int = 8
+    """Most turns of the model in one answer, by default as many as in training."""
+    parser: Parser | None = None
+    """How the model writes calls; None: as its chat template shows."""
+
+    def __post_init__(self) -> None:
+        if self.max_turns < 1:
+            raise ConfigError(f"--max-turns={self.max_turns} must be at least 1")
+
+
+class ChatTools:
+    """Lets a model call tools in its answers, as in training.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        settings: Tools, and how answers use them.
+        write: Receives calls and their answers as text.
+        stop_token_ids: Tokens that end a turn of the model.
+
+    Raises:
+        ConfigError: for a chat template that cannot show tools and answers, and for calls in an unknown format.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: ToolSettings,
+        write: Callable[[str], object],
+        *,
+        stop_token_ids: Collection[int],
+    ) -> None:
+        self._tokenizer, self._write = tokenizer, write
+        self._stops, self._max_turns = frozenset(stop_token_ids), settings.max_turns
+        self._schemas = [tool.schema for tool in settings.tools]
+        self._runner = ToolRunner(settings.tools, CallLimits())
+        self._chat = ChatTurns(tokenizer, stop_token_ids=stop_token_ids)
+        self._chat.check(self._schemas)
+        self._parser = TurnParser(tokenizer, settings.parser)
+        self._parser.check(self._schemas)
+
+    def turns(self, messages: Sequence[Message], generate: Callable[[Sequence[int]], Completion]) -> list[Message]:
+        """Return the model's turns and the tools' answers, up to a turn without calls.
+
+        Calls of a turn that is cut off, and of the last turn that is allowed, are left out.
+
+        Args:
+            messages: The conversation so far.
+            generate: Generates the turn after a prompt.
+        """
+        turns: list[Message] = []
+        ids = self._chat.prompt_ids(messages, self._schemas)
+        for number in range(1, self._max_turns + 1):
+            completion = generate(ids)
+            own = list(completion.token_ids)
+            message = self._read(ids, own, first_call=_num_calls([*messages, *turns]))
+            calls = message.get("tool_calls", ())
+            if calls and (reason := self._refusal(completion, number)):
+                self._write(f"(calls are left out: {reason})\n")
+                calls = ()
+                message = {name: value for name, value in message.items() if name != "tool_calls"}
+            turns.append(message)
+            if not calls:
+                break
+            answers = [self._carry_out(call) for call in calls]
+            turns += answers
+            ids = [*ids, *own, *self._chat.answer_ids(own, message, answers, self._schemas)]
+        return turns
+
+    def _refusal(self, completion: Completion, number: int) -> str:
+        """Return why no calls of a turn are carried out; empty if they are."""
+        if completion.finish_reason != "stop":
+            return f"the turn was cut off after {len(completion.token_ids)} tokens; raise --max-new-tokens"
+        return "" if number < self._max_turns else f"this was turn {number}; raise --max-turns"
+
+    def _read(self, before: Sequence[int], own: Sequence[int], *, first_call: int) -> Message:
+        """Return a turn as a message."""
+        end = len(own) - int(len(own) > 0 and own[-1] in self._stops)
+        return self._parser.parse(
+            self._text(own[:end]),
+            first_call=first_call,
+            tools=self._schemas,
+            before=self._text(before[-_MOST_BEFORE:]),
+            end=self._text(own[end:]),
+        )
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def _carry_out(self, call: Mapping[str, Any]) -> Message:
+        """Return the answer to a call, and show both. Ctrl-C ends the call, which the model reads."""
+        self._write(f"[call] {_shown_call(call['function'])}\n")
+        begin = time.monotonic()
+        future = None
+        try:
+            future = EVENT_LOOP.submit(self._runner.answers([call]))
+            (answer,), _ = future.result()
+        except KeyboardInterrupt:
+            if future is not None:
+                future.cancel()
+            name = call["function"]["name"]
+            content = text_of({"error": f"the user stopped this call of {name}"})
+            answer = {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
+        seconds = time.monotonic() - begin
+        self._write(f"[answer after {seconds:.2f} s]\n{textwrap.indent(_shown(answer['content']), '  ')}\n")
+        return answer
+
+
+def _num_calls(messages: Sequence[Message]) -> int:
+    return sum(len(message.get("tool_calls", ())) for message in messages)
+
+
+def _shown_call(function: Mapping[str, Any]) -> str:
+    """Return the name of a tool, and its arguments on lines of their own."""
+    arguments = function["arguments"]
+    named = arguments if isinstance(arguments, Mapping) else {"arguments, no JSON object": arguments}
+    lines = [
+        f"{name}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
+        for name, value in named.items()
+    ]
+    return "\n".join([_shown(function["name"]), *(textwrap.indent(_shown(line), "  ") for line in lines)])
+
+
+def _shown(text: str) -> str:
+    """Return a text as a terminal can show it, without its end if it is long."""
+    more = len(text) - _MOST_SHOWN
+    short = text if more <= 0 else f"{text[:_MOST_SHOWN]}\n[{more} more characters]"
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", short.replace("\r\n", "\n"))
