@@ -63,6 +63,9 @@ class SimulatedConversations:
         self._clock, self._episodes = clock, episodes
         self._due: list[tuple[float, int, tuple[int, ...] | None]] = []
 
+    def clock(self) -> float:
+        return self._clock.now
+
     @property
     def waiting(self) -> bool:
         return bool(self._due)
