@@ -143,6 +143,11 @@ class Episode:
         return own.wrapped if isinstance(own, TrlEnvironment) else own
 
     @property
+    def is_done(self) -> bool:
+        """Whether the environment has ended the episode."""
+        return bool(self.turns) and self.turns[-1].result.done
+
+    @property
     def num_calls(self) -> int:
         """Number of the model's tool calls so far."""
         return sum(len(turn.message.get("tool_calls", ())) for turn in self.turns)

@@ -21,6 +21,7 @@ from lightning_realloc.batch.samples import Column, Ragged, Samples, model_input
 from lightning_realloc.data.chat import Message, as_message
 from lightning_realloc.environments.columns import (
     CONVERSATION,
+    ENDED,
     FUNCTIONS,
     NUM_CALLS,
     REWARDS,
@@ -128,6 +129,7 @@ class Episodes:
     ) -> dict[str, Column]:
         rewards = [math.nan if episode.reward is None else episode.reward for episode in episodes]
         turns = [[turn.result.reward or 0.0 for turn in episode.turns] for episode in episodes]
+        ended = [error is None and episode.is_done for episode, error in zip(episodes, errors, strict=True)]
         metrics = [episode.metrics() for episode in episodes]
         of_tools = {
             name: torch.tensor([found.get(name, 0.0) for found in metrics], dtype=torch.float32)
@@ -136,6 +138,7 @@ class Episodes:
         return {
             REWARDS: torch.tensor(rewards, dtype=torch.float32),
             TURN_REWARDS: Ragged.from_list(turns, dtype=torch.float32),
+            ENDED: torch.tensor(ended, dtype=torch.bool),
             SECONDS: torch.tensor([sum(episode.seconds) for episode in episodes], dtype=torch.float32),
             NUM_CALLS: torch.tensor([episode.num_calls for episode in episodes], dtype=torch.int64),
             CONVERSATION: json_column(map(_described, episodes, talks, metrics, errors)),

@@ -91,6 +91,15 @@ def test_a_conversation_is_what_a_replay_by_hand_makes_of_the_models_words() -> 
     assert num_solved > 0 and len(set(turn_rewards.lengths.tolist())) > 2
 
 
+def test_a_game_won_in_the_last_turn_is_ended_by_its_environment() -> None:
+    episodes = Episodes(options(Guessing, max_turns=1))
+    _, columns = episodes.finish(generate(episodes, prompts(36)))
+    ended, rewards = columns["ended_by_environment"], columns["environment_rewards"]
+    assert isinstance(ended, torch.Tensor) and isinstance(rewards, torch.Tensor)
+    assert ended.tolist() == [reward > 0 for reward in rewards.tolist()]  # a wrong guess costs 0.1, none gives NaN
+    assert 0 < int(ended.sum()) < 36
+
+
 class Flaky(Guessing):
     """Raises once per episode, in its second turn."""
 

@@ -25,7 +25,7 @@ from lightning_realloc.batch.samples import (
     model_inputs,
 )
 from lightning_realloc.data.chat import Message
-from lightning_realloc.environments.columns import CONVERSATION, FUNCTIONS, NUM_CALLS, SECONDS, TOOL_METRICS
+from lightning_realloc.environments.columns import CONVERSATION, ENDED, FUNCTIONS, NUM_CALLS, SECONDS, TOOL_METRICS
 from lightning_realloc.environments.transcript import transcript
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Completion, Conversation, Engine, Environment, SamplingParams, Turn
@@ -208,7 +208,7 @@ def dialogue_columns(completions: Sequence[Completion], conversation: Conversati
         "model_mask": Ragged.from_list([c.model_mask for c in completions], dtype=torch.bool),
         "num_model_tokens": torch.tensor([sum(c.model_mask) for c in completions], dtype=torch.int64),
         "num_turns": torch.tensor(turns, dtype=torch.int64),
-        "ended_by_environment": torch.tensor(ended, dtype=torch.bool),
+        ENDED: torch.tensor(ended, dtype=torch.bool),
     }
 
 
@@ -294,7 +294,7 @@ def response_summary(samples: Samples) -> dict[str, Tensor]:
         summary |= {"response_length/min": lengths.min(), "response_length/max": lengths.max()}
     if "num_turns" in samples:
         summary["turns"] = samples.tensor("num_turns").float().mean()
-        summary["ended_by_environment"] = samples.tensor("ended_by_environment").float().mean()
+        summary[ENDED] = samples.tensor(ENDED).float().mean()
         failed = environment_failed(samples)
         if _LEARNED_FAILURES in samples:
             failed = samples.tensor(_LEARNED_FAILURES)
