@@ -1,0 +1,111 @@
+"""Examples of agents that learn: their data and games, a few iterations of each, and what they learn in minutes."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.agents import Settings, chat_tokenizer
+from lightning_realloc.environments import ToolEnvironment
+from lightning_realloc.environments.turn_parser import TurnParser
+from tests.workers import WorkerPool
+
+NAMES = ("08_calculator_tool", "09_guessing")
+calculator: Any = importlib.import_module(f"examples.{NAMES[0]}")
+guessing: Any = importlib.import_module(f"examples.{NAMES[1]}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("right", "579"), ("product", "56088"), ("contradiction", "700"), ("guess", "700")]
+)
+def test_a_demonstration_is_read_and_answered_as_the_tools_do(kind: str, said: str) -> None:
+    # 123 + 456 = 579, 123 * 456 = 56088
+    tokenizer = chat_tokenizer(calculator.WORDS)
+    row = calculator.demonstration(123, 456, kind, 700)
+    text = tokenizer.apply_chat_template(row["messages"], tools=row["tools"], tokenize=False)
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text and tokenizer.unk_token_id not in ids
+    turns = [turn.partition("<|end|>")[0] for turn in text.split("<|assistant|>")[1:]]
+    first, *later = (TurnParser(tokenizer).parse(turn, first_call=0) for turn in turns)
+    assert len(later) == (kind != "guess")
+    if later:
+        tools = ToolEnvironment([calculator.add, calculator.multiply])
+        assert asyncio.run(tools.step(first)).messages == (row["messages"][2],)
+    assert (later or [first])[-1]["content"] == said
+    assert calculator.is_right([row["messages"][1:]], ["579"]) == [float(said == "579")]
+
+
+def test_an_answer_of_the_tool_is_no_answer_of_the_model() -> None:
+    tool = {"role": "tool", "content": "579"}
+    assert calculator.is_right([[], [tool], [{"role": "assistant", "content": ""}, tool]], ["579"] * 3) == [0.0] * 3
+
+
+def play(secret: int, guesses: list[str]) -> list[tuple[str | None, float | None]]:
+    """Return the answer and the reward of each guess."""
+
+    async def steps() -> list[tuple[str | None, float | None]]:
+        game = guessing.Guessing()
+        await game.reset({"secret": secret})
+        results = [await game.step({"role": "assistant", "content": guess}) for guess in guesses]
+        return [(None if r.done else r.messages[0]["content"], r.reward) for r in results]
+
+    return asyncio.run(steps())
+
+
+def test_guesses_that_hints_exclude_cost_more() -> None:
+    assert play(6, ["3", "2", "7", "7", "two", "6"]) == [
+        ("higher", -0.1), ("higher", -0.3), ("lower", -0.1), ("lower", -0.3), ("what?", -0.3), (None, 1.0)
+    ]  # fmt: skip
+
+
+def test_players_to_imitate_hear_true_hints() -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        turns = guessing.imitated_game(rng)["messages"][1:]
+        guesses = [int(turn["content"]) for turn in turns[::2]]
+        hints = [turn["content"] for turn in turns[1::2]]
+        low = max((g for g, hint in zip(guesses, hints, strict=False) if hint == "higher"), default=-1)
+        high = min(
+            (g for g, hint in zip(guesses, hints, strict=False) if hint == "lower"), default=len(guessing.NUMBERS)
+        )
+        assert low < high - 1 and len(guesses) <= guessing.MAX_TURNS
+        if len(hints) < len(guesses):  # it was right
+            assert low < guesses[-1] < high
+
+
+def run(name: str, settings: Settings) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """Run an example, and return its metrics before and after."""
+    scores: tuple[Mapping[str, float], Mapping[str, float]] = importlib.import_module(f"examples.{name}").main(settings)
+    return scores
+
+
+def run_both(folder: str) -> list[tuple[Mapping[str, float], Mapping[str, float]]]:
+    """Run both examples with few demonstrations and two iterations."""
+    few = Settings(folder=Path(folder), num_demonstrations=64, warm_up_epochs=1, num_iterations=2)
+    return [run(name, few) for name in NAMES]
+
+
+def test_both_examples_run(workers: WorkerPool, tmp_path: Path) -> None:
+    (scores,) = workers.run(run_both, str(tmp_path), world_size=1, init_process_group=False, deadline_s=170.0)
+    for module, (before, after) in zip((calculator, guessing), scores, strict=True):
+        assert set(module.LABELS) <= before.keys() & after.keys()
+        assert after["val/environment_failures"] == 0.0
+    before, after = scores[1]
+    assert before["val/reward"] != after["val/reward"]  # every turn is rewarded, so two iterations change the game
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "num_iterations"), [(NAMES[0], 25), (NAMES[1], 45)])
+def test_an_example_learns(workers: WorkerPool, tmp_path: Path, name: str, num_iterations: int) -> None:
+    usual = importlib.import_module(f"examples.{name}").SETTINGS
+    settings = replace(usual, folder=tmp_path, num_iterations=num_iterations)
+    ((before, after),) = workers.run(run, name, settings, world_size=1, init_process_group=False, deadline_s=300.0)
+    assert after["val/reward"] > before["val/reward"] + 0.4
