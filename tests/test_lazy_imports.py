@@ -70,7 +70,7 @@ def found() -> Mapping[str, Any]:
 
 @pytest.mark.parametrize("part", [
     "report", "recording", "cli", "strategies.ray", "strategies.checkpoints.remote",
-    "environments", "rewards.sandbox", "rewards.workers",
+    "environments.adapters", "environments.python_tool", "rewards.sandbox", "rewards.workers",
     "generation.speculative", "generation.rebalance", "generation.vllm",
 ])  # fmt: skip
 def test_a_small_fit_imports_no_part_that_a_setting_asks_for(found: Mapping[str, Any], part: str) -> None:
