@@ -83,7 +83,7 @@ class Requests:
             "one for each prompt",
         )
         samples = []
-        most = None if self.conversation is None else self.conversation.max_turn_tokens
+        most = self.conversation.max_turn_tokens if isinstance(self.conversation, Conversation) else None
         for index, given in enumerate(self.prompts):
             prompt = self._check_prompt(f"prompt {index}", given)
             limit = self._limit(index, len(prompt.token_ids), limits, cut, n)
