@@ -17,5 +17,7 @@ SECONDS = "environment_s"
 """(B,) float32: seconds that the environment took in all turns."""
 NUM_CALLS = "num_tool_calls"
 """(B,) int64: calls of tools by the model."""
+OWN_METRICS = "environment/"
+"""Beginning of columns (B,) float32 of environments' own metrics, such as ``environment/solved``; NaN for none."""
 TOOL_METRICS = ("tool_calls", "tool_failures", "tool_s")
 """(B,) float32, one column for each tool, such as ``tool_calls/search``: calls, those that failed, and seconds."""

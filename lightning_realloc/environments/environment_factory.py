@@ -43,6 +43,8 @@ class EnvironmentFactory(ABC):
     """Whether every environment gives a reward; None: steps may, which is not known before."""
     tools: tuple[Tool, ...]
     """Descriptions of all tools that are known without a row; the tools to call are those of `make`."""
+    metric_names: tuple[str, ...]
+    """Names of metrics to log, of all environments."""
     by_name: Mapping[str, EnvironmentFactory]
     """The factories of several environments; empty if there is one alone."""
 
@@ -124,6 +126,7 @@ class _EnvironmentByRow(EnvironmentFactory):
         self.by_name = by_name
         parts = by_name.values()
         self.tools = tuple({tool.name: tool for part in parts for tool in part.tools}.values())
+        self.metric_names = tuple(dict.fromkeys(name for part in parts for name in part.metric_names))
         known = {part.has_reward for part in parts}
         self.has_reward = False if False in known else None if None in known else True
 
@@ -163,6 +166,7 @@ class _OneEnvironment(EnvironmentFactory):
         known = _known_tools(first)
         check_distinct(known)
         self.tools = tuple(replace(tool, function=_only_described) for tool in known)
+        self.metric_names = _metric_names(first)
         self.has_reward = _has_reward(first)
 
     def make(self, row: Mapping[str, Any]) -> MessageEnvironment:
@@ -260,6 +264,20 @@ def _known_tools(environment: MessageEnvironment) -> tuple[Tool, ...]:
         return checked_tools(environment)
     except AttributeError:  # they are made in reset, from the row
         return ()
+
+
+def _metric_names(environment: MessageEnvironment) -> tuple[str, ...]:
+    """Return the names of metrics to log.
+
+    Raises:
+        ConfigError: for anything but a list of names.
+    """
+    own = environment.inner if isinstance(environment, AddedTools) else environment
+    if isinstance(own.metric_names, str) or not all(isinstance(name, str) for name in own.metric_names):
+        raise ConfigError(
+            f"{type(own).__name__}.metric_names must be a list of names; it is {repr(own.metric_names)[:60]}"
+        )
+    return tuple(own.metric_names)
 
 
 def _has_reward(environment: MessageEnvironment) -> bool | None:

@@ -264,7 +264,7 @@ class Episode:
 
     async def _step(self, message: Message, *, is_last: bool) -> StepResult:
         environment = await self._revived()
-        if is_last and only_calls_tools(environment):
+        if is_last and message.get("tool_calls") and only_calls_tools(environment):
             return StepResult()  # the model would not read the answers
         # Until it has answered: a failed or abandoned call leaves it in an unknown state.
         self._environment = None

@@ -24,6 +24,7 @@ from lightning_realloc.environments.columns import (
     ENDED,
     FUNCTIONS,
     NUM_CALLS,
+    OWN_METRICS,
     REWARDS,
     SECONDS,
     TOOL_METRICS,
@@ -135,6 +136,10 @@ class Episodes:
             name: torch.tensor([found.get(name, 0.0) for found in metrics], dtype=torch.float32)
             for name in (f"{kind}/{tool.name}" for kind in TOOL_METRICS for tool in self.options.factory.tools)
         }
+        own = {
+            f"{OWN_METRICS}{name}": torch.tensor([found.get(name, math.nan) for found in metrics], dtype=torch.float32)
+            for name in self.options.factory.metric_names
+        }
         return {
             REWARDS: torch.tensor(rewards, dtype=torch.float32),
             TURN_REWARDS: Ragged.from_list(turns, dtype=torch.float32),
@@ -143,6 +148,7 @@ class Episodes:
             NUM_CALLS: torch.tensor([episode.num_calls for episode in episodes], dtype=torch.int64),
             CONVERSATION: json_column(map(_described, episodes, talks, metrics, errors)),
             **of_tools,
+            **own,
         }
 
     def _run(self, coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:

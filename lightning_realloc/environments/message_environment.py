@@ -28,7 +28,7 @@ class StepResult:
     done: bool = False
     """Whether the episode has ended."""
     metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """Numbers to log by name: added up over the turns of an episode, and averaged over episodes."""
+    """Numbers by name, added up over the turns of an episode; `MessageEnvironment.metric_names` are logged."""
 
     def __post_init__(self) -> None:
         if isinstance(self.messages, str | Mapping) or not isinstance(self.messages, Sequence):
@@ -67,6 +67,9 @@ class MessageEnvironment:
         >>> Guessing().step({"role": "assistant", "content": "3?"}).messages[0]["content"]
         'Wrong, guess again.'
     """
+
+    metric_names: Sequence[str] = ()
+    """Names among the metrics of steps that are logged as ``environment/<name>``: means over the episodes with one."""
 
     @property
     def tools(self) -> Sequence[Tool]:

@@ -39,6 +39,8 @@ def chat_model(seed: int = 0) -> PreTrainedModel:
 class Guessing(MessageEnvironment):
     """Answers the last number that the model says; the right one ends the game and earns what is left of 1."""
 
+    metric_names = ("solved",)
+
     def reset(self, row: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
         """Begin a game."""
         self.secret = int(row["secret"])

@@ -25,7 +25,15 @@ from lightning_realloc.batch.samples import (
     model_inputs,
 )
 from lightning_realloc.data.chat import Message
-from lightning_realloc.environments.columns import CONVERSATION, ENDED, FUNCTIONS, NUM_CALLS, SECONDS, TOOL_METRICS
+from lightning_realloc.environments.columns import (
+    CONVERSATION,
+    ENDED,
+    FUNCTIONS,
+    NUM_CALLS,
+    OWN_METRICS,
+    SECONDS,
+    TOOL_METRICS,
+)
 from lightning_realloc.environments.transcript import transcript
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Completion, Conversation, Engine, Environment, SamplingParams, Turn
@@ -304,6 +312,8 @@ def response_summary(samples: Samples) -> dict[str, Tensor]:
         summary["environment_s"] = samples.tensor(SECONDS).mean()
         of_tools = (name for name in samples.columns if name.partition("/")[0] in TOOL_METRICS)
         summary |= {name: samples.tensor(name).mean() for name in of_tools}
+        own = (name for name in samples.columns if name.startswith(OWN_METRICS))
+        summary |= {name: samples.tensor(name).nanmean() for name in own}
     if "stale_tokens" in samples:
         summary["staleness"] = samples.tensor("stale_tokens").sum() / num_model_tokens(samples).sum()
     return summary

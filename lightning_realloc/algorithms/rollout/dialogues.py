@@ -135,11 +135,10 @@ class TokenDialogues(Dialogues):
 class EpisodeDialogues(Dialogues):
     """An environment of messages for each sample."""
 
-    gives_rewards = True
-
     def __init__(self, factory: EnvironmentFactory, parser: Parser | None, bounds: Conversation) -> None:
         super().__init__(bounds)
         self.factory = factory
+        self.gives_rewards = factory.has_reward is not False
         self._parser = parser
         self._options: EpisodeOptions | None = None
         self.functions: RewardFunctions | None = None

@@ -88,6 +88,7 @@ def test_every_layout_gives_the_results_of_one_rank(workers: WorkerPool, name: s
     assert runs.largest_difference(together.weights, alone.weights) < 1e-4
     first = alone.logged[0]
     assert first["environment_failures"] == 0.0 and first["turns"] > 1.5 and 0.0 < first["ended_by_environment"] < 1.0
+    assert first["environment/solved"] >= first["ended_by_environment"]  # the mean over games with an answer
     assert len({reward for rewards in alone.rewards for reward in rewards}) > 3
 
 
