@@ -6,6 +6,7 @@ import ast
 import os
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -170,10 +171,14 @@ def test_yaml_of_a_page_is_a_configuration_that_trains_or_a_plan(workers: Worker
 
 def test_titled_examples_belong_to_another_library_or_need_a_cluster() -> None:
     titled = [(page, block) for page in PAGES for block in blocks(page) if block.info.startswith(("python ", "yaml "))]
-    assert sorted(page for page, _ in titled) == ["docs/coming-from-trl.md"] * 2 + ["docs/ray.md"] * 4
+    assert Counter(page for page, _ in titled) == {
+        "docs/agents.md": 1, "docs/coming-from-trl.md": 3, "docs/environment-libraries.md": 4, "docs/ray.md": 4,
+    }  # fmt: skip
     for page, block in titled:
-        if page == "docs/ray.md":
+        if page in ("docs/ray.md", "docs/environment-libraries.md"):
             ast.parse(block.text)
+        elif page == "docs/agents.md":  # settings of classes of the reader's own
+            assert {"environment", "tools"} <= yaml.safe_load(block.text)["model"]["init_args"].keys()
 
 
 def test_the_first_example_of_the_readme_is_the_script_in_examples() -> None:
