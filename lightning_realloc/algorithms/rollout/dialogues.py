@@ -138,7 +138,8 @@ class EpisodeDialogues(Dialogues):
     def __init__(self, factory: EnvironmentFactory, parser: Parser | None, bounds: Conversation) -> None:
         super().__init__(bounds)
         self.factory = factory
-        self.gives_rewards = factory.has_reward is not False
+        kinds = factory.by_name.values() or [factory]
+        self.gives_rewards = any(kind.has_reward is not False for kind in kinds)
         self._parser = parser
         self._options: EpisodeOptions | None = None
         self.functions: RewardFunctions | None = None
