@@ -21,8 +21,6 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Completion
 from lightning_realloc.generation.loop.environment import EVENT_LOOP
 
-_MOST_BEFORE = 64
-"""Tokens before a turn that are read for the header of the assistant, which may open a thought."""
 _MOST_SHOWN = 2000
 """Characters of an argument or an answer that are shown; the model reads all of an answer."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -66,7 +64,7 @@ class ChatTools:
         *,
         stop_token_ids: Collection[int],
     ) -> None:
-        self._tokenizer, self._write = tokenizer, write
+        self._write = write
         self._stops, self._max_turns = frozenset(stop_token_ids), settings.max_turns
         self._schemas = [tool.schema for tool in settings.tools]
         self._runner = ToolRunner(settings.tools, CallLimits())
@@ -89,7 +87,13 @@ class ChatTools:
         for number in range(1, self._max_turns + 1):
             completion = generate(ids)
             own = list(completion.token_ids)
-            message = self._read(ids, own, first_call=_num_calls([*messages, *turns]))
+            message = self._parser.parse_tokens(
+                own,
+                before=ids,
+                stop_token_ids=self._stops,
+                first_call=_num_calls([*messages, *turns]),
+                tools=self._schemas,
+            )
             calls = message.get("tool_calls", ())
             if calls and (reason := self._refusal(completion, number)):
                 self._write(f"(calls are left out: {reason})\n")
@@ -108,20 +112,6 @@ class ChatTools:
         if completion.finish_reason != "stop":
             return f"the turn was cut off after {len(completion.token_ids)} tokens; raise --max-new-tokens"
         return "" if number < self._max_turns else f"this was turn {number}; raise --max-turns"
-
-    def _read(self, before: Sequence[int], own: Sequence[int], *, first_call: int) -> Message:
-        """Return a turn as a message."""
-        end = len(own) - int(len(own) > 0 and own[-1] in self._stops)
-        return self._parser.parse(
-            self._text(own[:end]),
-            first_call=first_call,
-            tools=self._schemas,
-            before=self._text(before[-_MOST_BEFORE:]),
-            end=self._text(own[end:]),
-        )
-
-    def _text(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def _carry_out(self, call: Mapping[str, Any]) -> Message:
         """Return the answer to a call, and show both. Ctrl-C ends the call, which the model reads."""

@@ -32,10 +32,6 @@ from lightning_realloc.generation.loop.asking import call
 _log = logging.getLogger(__name__)
 
 
-_MOST_BEFORE = 64
-"""Tokens before a turn that are read for the header of the assistant, which may open a thought."""
-
-
 @dataclass(frozen=True, slots=True)
 class EpisodeOptions:
     """How a run's environments are made, read and bounded."""
@@ -54,10 +50,6 @@ class EpisodeOptions:
         settings = template_input(row, "a row with an environment", self.template)
         tools = settings.pop("tools") or ()
         return ChatTurns(self.tokenizer, stop_token_ids=self.stop_token_ids, template=settings), tools
-
-    def text(self, token_ids: Sequence[int]) -> str:
-        """Return tokens as text, with special tokens."""
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,14 +228,12 @@ class Episode:
             return {"role": "assistant", "content": text}
 
     def _message(self, tokens: TurnTokens) -> Message:
-        options, own = self.options, list(tokens.own)
-        num_end = int(own[-1:] != [] and own[-1] in options.stop_token_ids)
-        return options.parser.parse(
-            options.text(own[: len(own) - num_end]),
+        return self.options.parser.parse_tokens(
+            tokens.own,
+            before=tokens.before,
+            stop_token_ids=self.options.stop_token_ids,
             first_call=self.num_calls,
             tools=self.tools,
-            before=options.text(tokens.before[-_MOST_BEFORE:]),
-            end=options.text(own[len(own) - num_end :]),
         )
 
     async def _bounded_step(self, message: Message, begin: float, *, is_last: bool) -> StepResult:

@@ -7,7 +7,7 @@ are package data, ``response_formats.yaml``. Each call is parsed by itself: a ma
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -27,6 +27,8 @@ _NO_CALLS = "text"
 """Format without tool calls, for chat templates that contain no format's marks."""
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Names that response templates have for a thought."""
+_MOST_BEFORE = 64
+"""Tokens before a turn that are read for the header of the assistant, which may open a thought."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class TurnParser:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, parser: Parser | None = None) -> None:
+        self._tokenizer = tokenizer
         self._function = parser if callable(parser) else None
         self.format = _format_name(tokenizer, parser)
         """Name of the format in ``response_formats.yaml``; None for a response template or function from elsewhere."""
@@ -103,6 +106,36 @@ class TurnParser:
                 rest.append(piece if isinstance(piece, str) else piece.raw)
         message = _parsed("".join(rest), self._rest_template) or {"content": "".join(rest)}
         return _message(message, calls, first_call)
+
+    def parse_tokens(
+        self,
+        own: Sequence[int],
+        *,
+        before: Sequence[int],
+        stop_token_ids: Collection[int],
+        first_call: int,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Message:
+        """Return a turn as `parse` does.
+
+        Args:
+            own: Tokens of the turn, with its stop token if it has one.
+            before: Tokens of the conversation before the turn.
+            stop_token_ids: Tokens that end a turn.
+            first_call: Number of the turn's first call.
+            tools: JSON schemas of the tools.
+        """
+        end = len(own) - int(len(own) > 0 and own[-1] in stop_token_ids)
+        return self.parse(
+            self._text(own[:end]),
+            first_call=first_call,
+            tools=tools,
+            before=self._text(before[-_MOST_BEFORE:]),
+            end=self._text(own[end:]),
+        )
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def _opened(self, before: str) -> str:
         """Return the end of the text before a turn that is part of the message."""
