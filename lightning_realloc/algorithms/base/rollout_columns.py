@@ -83,9 +83,17 @@ class Dialogue:
         """Arguments for an engine."""
         return {"environment": self.environment, "conversation": self.conversation}
 
-    def begin(self, samples: Samples) -> Sequence[ModelInput]:
-        """Return the prompts of new samples."""
-        return model_inputs(samples)
+    def begin(
+        self, prompts: Samples, samples: Samples, sampling: SamplingParams
+    ) -> tuple[Sequence[ModelInput], SamplingParams]:
+        """Return the prompts to generate from, and their sampling.
+
+        Args:
+            prompts: Prompts of the call.
+            samples: One row per new response to them, those of a prompt adjacent.
+            sampling: Sampling of ``n`` responses per prompt.
+        """
+        return model_inputs(prompts), sampling
 
     def resume(self, samples: Samples, completions: Sequence[Completion]) -> None:
         """Prepare for unfinished responses of an earlier call."""
@@ -126,22 +134,11 @@ def sample_responses(
     on_finished = None if engine.partial_results is None else engine.partial_results.collect(len(samples), responses)
     if dialogue is None:
         return responses(engine.generate(model_inputs(prompts), sampling, sample_ids=ids, on_finished=on_finished))
-    inputs, params = dialogue_inputs(dialogue, samples, sampling)
+    inputs, params = dialogue.begin(prompts, samples, sampling)
     try:
         return responses(engine.generate(inputs, params, sample_ids=ids, on_finished=on_finished, **dialogue.settings))
     finally:
         dialogue.close()
-
-
-def dialogue_inputs(
-    dialogue: Dialogue, samples: Samples, sampling: SamplingParams
-) -> tuple[Sequence[ModelInput], SamplingParams]:
-    """Return the prompts of new samples and their sampling: one prompt per sample where an environment varies them."""
-    inputs, n = dialogue.begin(samples), sampling.n
-    keys = [each.prompt_key for each in inputs]
-    if all(keys[place] == keys[place - place % n] for place in range(len(keys))):
-        return inputs[::n], sampling
-    return inputs, replace(sampling, n=1)
 
 
 def rollout_of(prompts: Samples, completions: Sequence[Completion], dialogue: Dialogue | None) -> Samples:
@@ -155,7 +152,7 @@ def rollout_of(prompts: Samples, completions: Sequence[Completion], dialogue: Di
         prompts.ids,
         {
             "prompt_id": prompts.tensor("prompt_id"),
-            "prompt_ids": Ragged.from_list([c.input.token_ids for c in completions], dtype=torch.int64),
+            "prompt_ids": prompts.ragged("prompt_ids"),
             **{f"{EXTRA_INPUT}{name}": column for name, column in extra_inputs(prompts).items()},
             PROMPT_KEY: torch.tensor([c.input.prompt_key for c in completions], dtype=torch.int64),
             "response_ids": Ragged.from_list([c.token_ids for c in completions], dtype=torch.int64),
@@ -176,9 +173,9 @@ def _settled_failures(
     Raises:
         GenerationError: for a failure that ends the run.
     """
-    failed = [completion.finish_reason == "environment" for completion in completions]
     if on_failure == "drop":
         return completions, {}
+    failed = [completion.finish_reason == "environment" for completion in completions]
     if on_failure == "raise" and any(failed):
         first = completions[failed.index(True)]
         raise GenerationError(
@@ -262,11 +259,13 @@ def judged_responses(
     Functions get the data's columns as Python objects, and conversations with an environment as messages. See
     :func:`response_texts` for ``ends``.
     """
-    prompts: Sequence[object] = samples.objects("prompt")
-    texts: Sequence[str | list[Message]] = response_texts(samples, tokenizer, ends=ends)
+    prompts: Sequence[object]
+    texts: Sequence[str | list[Message]]
     if CONVERSATION in samples:
         talks = json_values(samples.ragged(CONVERSATION))
         prompts, texts = [talk["prompt"] for talk in talks], [talk["messages"] for talk in talks]
+    else:
+        prompts, texts = samples.objects("prompt"), response_texts(samples, tokenizer, ends=ends)
     others = {name: column for name, column in samples.data.items() if name != "prompt"}
     ids, failed = samples.ragged("response_ids").to_lists(), environment_failed(samples).cpu()
     known = {name: samples.tensor(f"{FUNCTIONS}{name}").cpu() for name in functions.reading_environments}

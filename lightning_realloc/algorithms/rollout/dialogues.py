@@ -7,12 +7,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.base.rollout_columns import Dialogue, RowEnvironment
 from lightning_realloc.algorithms.rollout.environments import EnvironmentSource, import_environment, make_environment
 from lightning_realloc.batch.model_input import ModelInput
-from lightning_realloc.batch.samples import Column, Samples
+from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.environments.environment_factory import (
     EnvironmentFactory,
     environment_factory_of,
@@ -22,7 +23,7 @@ from lightning_realloc.environments.episode import EpisodeOptions
 from lightning_realloc.environments.episodes import Episodes
 from lightning_realloc.environments.turn_parser import Parser, TurnParser
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.generation import Completion, Conversation, Engine, Environment
+from lightning_realloc.generation import Completion, Conversation, Engine, Environment, SamplingParams
 from lightning_realloc.rewards.functions import RewardFunctions
 
 ToolSource: TypeAlias = str | Callable[..., Any]
@@ -47,18 +48,25 @@ class EpisodeDialogue(Dialogue):
         bounds = replace(self.conversation, max_turns=self.conversation.max_turns + 1)
         return {"environment": self.environment, "conversation": bounds}
 
-    def begin(self, samples: Samples) -> Sequence[ModelInput]:
-        """Return the prompts that the environments give."""
-        return self.engine.on_first_rank(lambda: self.environment.begin(samples))
+    def begin(
+        self, prompts: Samples, samples: Samples, sampling: SamplingParams
+    ) -> tuple[Sequence[ModelInput], SamplingParams]:
+        """Return the prompts that the environments give: one per sample, unless those of a row are alike."""
+        inputs, n = self.engine.on_first_rank(lambda: self.environment.begin(samples)), sampling.n
+        keys = [each.prompt_key for each in inputs]
+        if all(keys[place] == keys[place - place % n] for place in range(len(keys))):
+            return inputs[::n], sampling
+        return inputs, replace(sampling, n=1)
 
     def resume(self, samples: Samples, completions: Sequence[Completion]) -> None:
         """Bring environments to the state of unfinished responses."""
         self.engine.on_first_rank(lambda: self.environment.resume(samples, completions))
 
     def finish(self, completions: Sequence[Completion]) -> tuple[Sequence[Completion], Mapping[str, Column]]:
-        """Return the final completions, with rewards and conversations."""
+        """Return the final completions, with their prompts, rewards and conversations."""
         settled, columns = self.engine.on_first_rank(lambda: self.environment.finish(completions, self.functions))
-        return settled, {**super().finish(settled)[1], **columns}
+        prompts = Ragged.from_list([completion.prompt for completion in settled], dtype=torch.int64)
+        return settled, {**super().finish(settled)[1], "prompt_ids": prompts, **columns}
 
     def close(self) -> None:
         """Close the environments of responses that no later call continues."""

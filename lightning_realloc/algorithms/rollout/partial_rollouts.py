@@ -16,7 +16,6 @@ import torch
 from lightning_realloc.algorithms.base.rollout_columns import (
     FINISH_REASONS,
     Dialogue,
-    dialogue_inputs,
     model_mask,
     rollout_of,
 )
@@ -108,7 +107,7 @@ class BudgetedRollout:
         resumed = [completion for part in unfinished_parts for completion in _completions(part)]
         if self.dialogue is not None:
             self.dialogue.resume(_with_rows(unfinished_parts, prompts), resumed)
-            inputs, params = dialogue_inputs(self.dialogue, new, sampling)
+            inputs, params = self.dialogue.begin(fresh, new, sampling)
         completions = engine.generate(
             inputs, params, sample_ids=new.ids.tolist(), resume=resumed,
             token_budget=self.budget.tokens, seconds_budget=self.budget.seconds,

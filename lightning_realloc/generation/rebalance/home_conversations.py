@@ -7,13 +7,14 @@ of the rank that asks the environment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from math import ceil
 from typing import Any
 
 from lightning_realloc.generation.loop.environment import (
+    Agree,
     Answer,
     Conversation,
     Conversations,
@@ -40,7 +41,7 @@ class HomeConversations(Conversations):
         *,
         vocabulary: int,
         clock: Callable[[], float],
-        agree: Callable[[Sequence[float]], Sequence[float]] | None = None,
+        agree: Agree | None = None,
         peers: Peers,
     ) -> None:
         super().__init__(environment, settings, vocabulary=vocabulary, clock=clock, agree=agree)
