@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from lightning_realloc.environments.message_environment import MessageEnvironment as MessageEnvironment
     from lightning_realloc.environments.message_environment import StepResult as StepResult
     from lightning_realloc.environments.tool_environment import ToolEnvironment as ToolEnvironment
-    from lightning_realloc.environments.tools import Tool as Tool
+    from lightning_realloc.environments.tools.tool import Tool as Tool
     from lightning_realloc.errors import CheckpointError as CheckpointError
     from lightning_realloc.errors import ConfigError as ConfigError
     from lightning_realloc.errors import DataError as DataError

@@ -102,7 +102,7 @@ def test_the_wheel_holds_only_the_package_and_the_autoload_module(tmp_path: Path
         *(f"lightning_realloc/report/runs/assets/{name}" for name in REPORT_ASSETS),
         "lightning_realloc/report/runs/sections/learning.py",
         "lightning_realloc/setting_hints.yaml",
-        "lightning_realloc/environments/response_formats.yaml",
+        "lightning_realloc/environments/turns/response_formats.yaml",
         "lightning_realloc/report/known_models.yaml",
     } <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lightning_realloc.environments.tools import Tool, tools_of
+from lightning_realloc.environments.tools.tool import Tool, tools_of
 from lightning_realloc.errors import ConfigError, describe_error
 from lightning_realloc.remote_path import expand_home
 

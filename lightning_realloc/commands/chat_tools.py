@@ -13,10 +13,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.data.chat import Message
-from lightning_realloc.environments.chat_turns import ChatTurns
-from lightning_realloc.environments.tool_calls import CallLimits, ToolRunner, text_of
-from lightning_realloc.environments.tools import Tool
-from lightning_realloc.environments.turn_parser import Parser, TurnParser
+from lightning_realloc.environments.tools.tool import Tool
+from lightning_realloc.environments.tools.tool_calls import CallLimits, ToolRunner, text_of
+from lightning_realloc.environments.turns.chat_turns import ChatTurns
+from lightning_realloc.environments.turns.turn_parser import Parser, TurnParser
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Completion
 from lightning_realloc.generation.loop.environment import EVENT_LOOP

@@ -2,8 +2,8 @@
 
 Begin with `message_environment.MessageEnvironment`. `environment_factory.environment_factory_of` makes them of
 the settings ``environment=`` and ``tools=``. Engines know tokens alone: they ask a
-`generation.Environment`. `turn_parser.TurnParser` makes a message of the model's text, and
-`chat_turns.ChatTurns` the tokens of prompts and answers.
+`generation.Environment`. `turns.turn_parser.TurnParser` makes a message of the model's text, and
+`turns.chat_turns.ChatTurns` the tokens of prompts and answers.
 """
 
 from __future__ import annotations
@@ -17,6 +17,6 @@ if TYPE_CHECKING:
     from lightning_realloc.environments.message_environment import MessageEnvironment as MessageEnvironment
     from lightning_realloc.environments.message_environment import StepResult as StepResult
     from lightning_realloc.environments.tool_environment import ToolEnvironment as ToolEnvironment
-    from lightning_realloc.environments.tools import Tool as Tool
+    from lightning_realloc.environments.tools.tool import Tool as Tool
 
 __getattr__, __dir__ = lazy_names(__name__)

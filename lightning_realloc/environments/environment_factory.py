@@ -13,13 +13,13 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from lightning_realloc.environments.message_environment import MessageEnvironment, checked_tools
-from lightning_realloc.environments.tool_calls import (
+from lightning_realloc.environments.tool_environment import AddedTools, ToolEnvironment, only_calls_tools
+from lightning_realloc.environments.tools.tool import Tool, check_distinct, tools_of
+from lightning_realloc.environments.tools.tool_calls import (
     DEFAULT_ANSWER_CHARACTERS,
     DEFAULT_DEADLINE_S,
     CallLimits,
 )
-from lightning_realloc.environments.tool_environment import AddedTools, ToolEnvironment, only_calls_tools
-from lightning_realloc.environments.tools import Tool, check_distinct, tools_of
 from lightning_realloc.environments.trl_environment import TrlEnvironment, has_trl_contract
 from lightning_realloc.errors import ConfigError, DataError, describe_error
 from lightning_realloc.rewards.signatures import import_function

@@ -14,7 +14,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.data.chat import Message, template_input
-from lightning_realloc.environments.chat_turns import ChatTurns
 from lightning_realloc.environments.environment_factory import EnvironmentFactory
 from lightning_realloc.environments.message_environment import (
     MessageEnvironment,
@@ -24,7 +23,8 @@ from lightning_realloc.environments.message_environment import (
 )
 from lightning_realloc.environments.tool_environment import AddedTools, only_calls_tools
 from lightning_realloc.environments.trl_environment import TrlEnvironment
-from lightning_realloc.environments.turn_parser import TurnParser
+from lightning_realloc.environments.turns.chat_turns import ChatTurns
+from lightning_realloc.environments.turns.turn_parser import TurnParser
 from lightning_realloc.errors import ConfigError, GenerationError, describe_error
 from lightning_realloc.generation import Conversation
 from lightning_realloc.generation.loop.asking import call

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_realloc.data.chat import Message as Message
 from lightning_realloc.data.chat import is_conversation
-from lightning_realloc.environments.tools import Tool
+from lightning_realloc.environments.tools.tool import Tool
 from lightning_realloc.errors import ConfigError, RewardError
 
 

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lightning_realloc.environments.tools import Tool
+from lightning_realloc.environments.tools.tool import Tool
 from lightning_realloc.errors import ConfigError, describe_error
 from lightning_realloc.generation.loop.asking import call
 from lightning_realloc.rewards.sandbox.python_programs import PythonPrograms

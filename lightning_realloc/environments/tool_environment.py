@@ -13,13 +13,13 @@ from lightning_realloc.environments.message_environment import (
     checked_result,
     checked_tools,
 )
-from lightning_realloc.environments.tool_calls import (
+from lightning_realloc.environments.tools.tool import Tool, check_distinct, tools_of
+from lightning_realloc.environments.tools.tool_calls import (
     DEFAULT_ANSWER_CHARACTERS,
     DEFAULT_DEADLINE_S,
     CallLimits,
     ToolRunner,
 )
-from lightning_realloc.environments.tools import Tool, check_distinct, tools_of
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation.loop.asking import call
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from lightning_realloc.data.chat import as_message, is_conversation
 from lightning_realloc.environments.message_environment import Message, checked_reward
-from lightning_realloc.environments.tool_arguments import CallError
-from lightning_realloc.environments.tool_calls import CallLimits, content_parts
 from lightning_realloc.environments.tool_environment import ToolEnvironment
-from lightning_realloc.environments.tools import RESERVED_NAMES, Tool
+from lightning_realloc.environments.tools.arguments import CallError
+from lightning_realloc.environments.tools.tool import RESERVED_NAMES, Tool
+from lightning_realloc.environments.tools.tool_calls import CallLimits, content_parts
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation.loop.asking import call
 from lightning_realloc.rewards.signatures import accepted

@@ -7,7 +7,7 @@ import copy
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from tests.environments.chat_families import tokenizer_of
+from tests.environments.turns.chat_families import tokenizer_of
 from tests.models import tiny_model
 
 WRITTEN = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_realloc.commands.agent_settings import environment_setting, tool_setting
 from lightning_realloc.commands.short_run import configuration, read_command_line, short_parser
-from lightning_realloc.environments.tools import tools_of
+from lightning_realloc.environments.tools.tool import tools_of
 from lightning_realloc.errors import ConfigError
 
 TOOLS = '''

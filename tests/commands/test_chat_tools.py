@@ -24,8 +24,8 @@ from lightning_realloc.environments import Tool
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Completion, SamplingParams
 from tests.commands.calling_model import WRITTEN, calling_model
-from tests.environments.chat_families import Message, encode, family_of, stop_ids, tokenizer_of
 from tests.environments.some_tools import add, call, turn
+from tests.environments.turns.chat_families import Message, encode, family_of, stop_ids, tokenizer_of
 from tests.models import byte_tokenizer
 
 FAMILY = "qwen3_instruct_2507"

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_realloc.environments import MessageEnvironment, StepResult, ToolEnvironment
 from lightning_realloc.environments.environment_factory import environment_factory_of, is_message_source
-from lightning_realloc.environments.tools import tools_of
+from lightning_realloc.environments.tools.tool import tools_of
 from lightning_realloc.environments.trl_environment import TrlEnvironment
 from lightning_realloc.errors import ConfigError, DataError
 from tests.environments.some_tools import AsyncCounter, Counter, Echo, add, call, shout, turn

@@ -20,7 +20,7 @@ from lightning_realloc.environments import MessageEnvironment, StepResult
 from lightning_realloc.environments.environment_factory import environment_factory_of
 from lightning_realloc.environments.episode import EpisodeOptions
 from lightning_realloc.environments.episodes import Episodes
-from lightning_realloc.environments.turn_parser import TurnParser
+from lightning_realloc.environments.turns.turn_parser import TurnParser
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Completion, Conversation, GenerationEngine, SamplingParams
 from lightning_realloc.generation.core.sample import FinishReason

@@ -15,7 +15,7 @@ from lightning_realloc.environments.message_environment import (
     checked_reward,
     checked_tools,
 )
-from lightning_realloc.environments.tools import tools_of
+from lightning_realloc.environments.tools.tool import tools_of
 from lightning_realloc.errors import ConfigError, ReallocError, RewardError
 from tests.environments.some_tools import Echo, add
 

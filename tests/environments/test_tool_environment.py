@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import pytest
 
 from lightning_realloc.environments import StepResult, Tool, ToolEnvironment
-from lightning_realloc.environments.tool_calls import CallLimits
 from lightning_realloc.environments.tool_environment import AddedTools
-from lightning_realloc.environments.tools import tools_of
+from lightning_realloc.environments.tools.tool import tools_of
+from lightning_realloc.environments.tools.tool_calls import CallLimits
 from lightning_realloc.errors import ConfigError
 from tests.environments.some_tools import Echo, add, call, shout, turn
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_realloc.environments.tool_calls import CallLimits
+from lightning_realloc.environments.tools.tool_calls import CallLimits
 from lightning_realloc.environments.trl_environment import TrlEnvironment
 from lightning_realloc.errors import ConfigError, RewardError
 from tests.environments.some_tools import AsyncCounter, Counter, call, turn

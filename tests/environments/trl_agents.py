@@ -14,9 +14,9 @@ from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.environments.environment_factory import environment_factory_of
 from lightning_realloc.environments.episode import EpisodeOptions
 from lightning_realloc.environments.episodes import Episodes
-from lightning_realloc.environments.turn_parser import TurnParser
+from lightning_realloc.environments.turns.turn_parser import TurnParser
 from lightning_realloc.generation import Completion, Conversation, Turn
-from tests.environments.chat_families import family_of, tokenizer_of
+from tests.environments.turns.chat_families import family_of, tokenizer_of
 
 
 def multiply(a: int, b: int) -> int:

@@ -14,7 +14,7 @@ import pytest
 
 from examples.agents import Settings, chat_tokenizer
 from lightning_realloc.environments import ToolEnvironment
-from lightning_realloc.environments.turn_parser import TurnParser
+from lightning_realloc.environments.turns.turn_parser import TurnParser
 from tests.workers import WorkerPool
 
 NAMES = ("08_calculator_tool", "09_guessing")

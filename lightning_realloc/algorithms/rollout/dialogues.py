@@ -21,7 +21,7 @@ from lightning_realloc.environments.environment_factory import (
 )
 from lightning_realloc.environments.episode import EpisodeOptions
 from lightning_realloc.environments.episodes import Episodes
-from lightning_realloc.environments.turn_parser import Parser, TurnParser
+from lightning_realloc.environments.turns.turn_parser import Parser, TurnParser
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Completion, Conversation, Engine, Environment, SamplingParams
 from lightning_realloc.rewards.functions import RewardFunctions

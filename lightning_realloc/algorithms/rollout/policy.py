@@ -21,7 +21,7 @@ from lightning_realloc.algorithms.settings import Unpack, check_minibatches, che
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Divided, Samples
 from lightning_realloc.batch.training import Totals
-from lightning_realloc.environments.turn_parser import Parser
+from lightning_realloc.environments.turns.turn_parser import Parser
 from lightning_realloc.errors import CheckpointError, ConfigError, DataError, GenerationError
 from lightning_realloc.generation import Conversation, Engine, SamplingParams
 from lightning_realloc.generation.core.model_config import eos_ids_of, penalties_of

@@ -20,7 +20,7 @@ from verifiers.types import AssistantMessage, Response, ResponseMessage, ToolCal
 
 from lightning_realloc.data.chat import plain_messages
 from lightning_realloc.environments.message_environment import Message, MessageEnvironment, StepResult
-from lightning_realloc.environments.tools import Tool
+from lightning_realloc.environments.tools.tool import Tool
 from lightning_realloc.errors import ConfigError
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from lightning_realloc.environments.turn_parser import TurnParser, _formats
+from lightning_realloc.environments.turns.turn_parser import TurnParser, _formats
 from lightning_realloc.errors import ConfigError
 from tests.models import byte_tokenizer
 

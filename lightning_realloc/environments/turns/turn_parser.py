@@ -18,7 +18,7 @@ from transformers.utils.chat_parsing import parse_response
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
 from lightning_realloc.data.chat import Message
-from lightning_realloc.environments.written_calls import read_calls, read_malformed
+from lightning_realloc.environments.turns.written_calls import read_calls, read_malformed
 from lightning_realloc.errors import ConfigError
 
 Parser = str | Mapping[str, Any] | Callable[[str], Message]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_realloc.data.chat import Message
-from lightning_realloc.environments.tool_arguments import CallError, arguments_of
-from lightning_realloc.environments.tools import Tool
+from lightning_realloc.environments.tools.arguments import CallError, arguments_of
+from lightning_realloc.environments.tools.tool import Tool
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation.loop.asking import call
 from lightning_realloc.rewards.signatures import is_async

@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("trl", reason="chat templates of TRL: pip install 'lightning-realloc[parity]'")
 
-from lightning_realloc.environments.chat_turns import ChatTurns
-from lightning_realloc.environments.turn_parser import TurnParser
+from lightning_realloc.environments.turns.chat_turns import ChatTurns
+from lightning_realloc.environments.turns.turn_parser import TurnParser
 from lightning_realloc.errors import ConfigError
-from tests.environments.chat_families import (
+from tests.environments.turns.chat_families import (
     ALL_TEMPLATES,
     TOOLS,
     WITH_TOOLS,

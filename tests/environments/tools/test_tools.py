@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lightning_realloc.environments import Tool
-from lightning_realloc.environments.tool_arguments import CallError, arguments_of
-from lightning_realloc.environments.tools import tools_of
+from lightning_realloc.environments.tools.arguments import CallError, arguments_of
+from lightning_realloc.environments.tools.tool import tools_of
 from lightning_realloc.errors import ConfigError
 from tests.environments.some_tools import Counter, add, shout
 

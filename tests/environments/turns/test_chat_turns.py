@@ -9,9 +9,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lightning_realloc.environments.chat_turns import ChatTurns
 from lightning_realloc.environments.tool_environment import ToolEnvironment
-from lightning_realloc.environments.turn_parser import TurnParser
+from lightning_realloc.environments.turns.chat_turns import ChatTurns
+from lightning_realloc.environments.turns.turn_parser import TurnParser
 from lightning_realloc.errors import ConfigError, DataError
 from tests.models import byte_tokenizer
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_realloc.environments.tools import Tool
+from lightning_realloc.environments.tools.tool import Tool
 
 _KINDS: tuple[tuple[type | tuple[type, ...], set[str]], ...] = (
     (str, {"string"}),
