@@ -186,7 +186,10 @@ class Episode:
         return self.turns[number - 1].answer_ids
 
     async def finish(self) -> None:
-        """Ask for the episode's reward: the environment's, else the sum of those of turns."""
+        """Ask for the episode's reward: the environment's, else the sum of those of turns.
+
+        It is 0 for an episode without any that a limit cut off, such as a game that is rewarded at its end.
+        """
         own, environment = None, self._environment
         if environment is not None:
             try:
@@ -194,7 +197,9 @@ class Episode:
             except Exception as error:
                 self.failure = f"the environment's get_reward raised {describe_error(error)}"
         of_turns = [turn.result.reward for turn in self.turns if turn.result.reward is not None]
-        self.reward = float(own) if own is not None else sum(of_turns) if of_turns else None
+        if own is None and self.failure is None and (of_turns or not self.is_done):
+            own = sum(of_turns)
+        self.reward = None if own is None else float(own)
 
     async def close(self) -> None:
         """Close the environment, and those that were lost."""

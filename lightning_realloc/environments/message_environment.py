@@ -96,7 +96,8 @@ class MessageEnvironment:
     def get_reward(self) -> float | Awaitable[float | None] | None:
         """Return the reward of the whole episode, asked for once at its end; None: the sum of its turns' rewards.
 
-        An episode also ends by the limits of turns and tokens, after which `step` is not called.
+        An episode also ends by the limits of turns and tokens, after which `step` is not called: without any reward, it
+        then has 0.
         """
         return None
 

@@ -87,7 +87,7 @@ def test_a_conversation_is_what_a_replay_by_hand_makes_of_the_models_words() -> 
             at = end + 4
         assert turn_rewards.to_lists()[row] == pytest.approx(own)
         assert [message["role"] for message in talk["messages"]] == expected
-        assert math.isnan(rewards[row]) if not own else float(rewards[row]) == pytest.approx(sum(own))
+        assert float(rewards[row]) == pytest.approx(sum(own))
     assert num_solved > 0 and len(set(turn_rewards.lengths.tolist())) > 2
 
 
@@ -203,6 +203,24 @@ def test_turns_that_nothing_answered_are_part_of_the_conversation() -> None:
             assert [content.replace("?", "").split() for content in own] == words
             cut_off += completion.token_ids[-1] != END
         assert cut_off
+
+
+class RewardedAtTheEnd(Guessing):
+    """Rewards a game that is won, and nothing before."""
+
+    def step(self, message: Mapping[str, Any]) -> StepResult:
+        """Answer a guess."""
+        result = super().step(message)
+        return replace(result, reward=1.0 if result.done and self.secret < 3 else None)
+
+
+def test_what_a_limit_cut_off_has_earned_nothing_so_far() -> None:
+    episodes = Episodes(options(RewardedAtTheEnd, max_turns=4))
+    _, columns = episodes.finish(generate(episodes, prompts(12)))
+    ended = columns["ended_by_environment"].tolist()
+    expected = [(1.0 if place % 6 < 3 else math.nan) if won else 0.0 for place, won in enumerate(ended)]
+    assert _rewards(columns) == pytest.approx(expected, nan_ok=True)
+    assert len(set(map(str, expected))) == 3
 
 
 class Slow(MessageEnvironment):
