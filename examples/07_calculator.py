@@ -75,7 +75,7 @@ class Diary(Callback):
             seen = {name: float(value) for name, value in trainer.callback_metrics.items()}
             print(
                 f"iteration {trainer.global_step:3}   reward {seen['reward']:.2f}   turns {seen['turns']:.1f}   "
-                f"done {seen['ended_by_environment']:.0%}"
+                f"done {seen['stopped/environment']:.0%}"
             )
 
 

@@ -22,7 +22,7 @@ MAX_TURNS = 4
 NUMBERS = range(8)
 WORDS = (*map(str, NUMBERS), "guess", "higher", "lower", "what?")
 TASK = [{"role": "user", "content": "guess"}]
-LABELS = {"val/reward": "reward", "val/ended_by_environment": "games won", "val/turns": "turns"}
+LABELS = {"val/reward": "reward", "val/stopped/environment": "games won", "val/turns": "turns"}
 
 
 class Guessing(MessageEnvironment):

@@ -11,8 +11,6 @@ TURN_REWARDS = "record/turn_rewards"
 CONVERSATION = "record/conversation"
 """Ragged uint8, as of `json_column`: ``prompt`` and ``messages`` of a response; ``seconds`` of the environment and
 ``rewards`` by turn; ``metrics`` by name; ``failure`` of the environment, or None."""
-ENDED = "ended_by_environment"
-"""(B,) bool: whether the environment ended the response. Environments of tokens do not see the last turn."""
 SECONDS = "environment_s"
 """(B,) float32: seconds that the environment took in all turns."""
 NUM_CALLS = "num_tool_calls"

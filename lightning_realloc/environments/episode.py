@@ -27,6 +27,7 @@ from lightning_realloc.environments.turns.chat_turns import ChatTurns
 from lightning_realloc.environments.turns.turn_parser import TurnParser
 from lightning_realloc.errors import ConfigError, GenerationError, describe_error
 from lightning_realloc.generation import Conversation
+from lightning_realloc.generation.core.sample import FinishReason
 from lightning_realloc.generation.loop.asking import call
 
 _log = logging.getLogger(__name__)
@@ -101,6 +102,8 @@ class Episode:
     """The environment; None where its state is not that of the last turn."""
     _lost: list[MessageEnvironment] = field(default_factory=list)
     """Environments whose last call failed or was abandoned; they are closed with the episode."""
+    _only_calls_tools: bool = False
+    """Whether the environment does nothing but carry out calls."""
     _lost_s: float = 0.0
     """Time of calls that failed or were abandoned."""
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -138,6 +141,13 @@ class Episode:
     def is_done(self) -> bool:
         """Whether the environment has ended the episode."""
         return bool(self.turns) and self.turns[-1].result.done
+
+    @property
+    def end(self) -> FinishReason:
+        """Reason for which the answer to the last turn ended the episode; tools alone leave that to the model."""
+        if not self.is_done:
+            return "max_turns"
+        return "stop" if self._only_calls_tools else "environment"
 
     @property
     def num_calls(self) -> int:
@@ -259,7 +269,8 @@ class Episode:
 
     async def _step(self, message: Message, *, is_last: bool) -> StepResult:
         environment = await self._revived()
-        if is_last and message.get("tool_calls") and only_calls_tools(environment):
+        self._only_calls_tools = only_calls_tools(environment)
+        if is_last and message.get("tool_calls") and self._only_calls_tools:
             return StepResult()  # the model would not read the answers
         # Until it has answered: a failed or abandoned call leaves it in an unknown state.
         self._environment = None

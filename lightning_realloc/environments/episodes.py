@@ -21,7 +21,6 @@ from lightning_realloc.batch.samples import Column, Ragged, Samples, model_input
 from lightning_realloc.data.chat import Message, as_message
 from lightning_realloc.environments.columns import (
     CONVERSATION,
-    ENDED,
     FUNCTIONS,
     NUM_CALLS,
     OWN_METRICS,
@@ -130,7 +129,6 @@ class Episodes:
     ) -> dict[str, Column]:
         rewards = [math.nan if episode.reward is None else episode.reward for episode in episodes]
         turns = [[turn.result.reward or 0.0 for turn in episode.turns] for episode in episodes]
-        ended = [error is None and episode.is_done for episode, error in zip(episodes, errors, strict=True)]
         metrics = [episode.metrics() for episode in episodes]
         of_tools = {
             name: torch.tensor([found.get(name, 0.0) for found in metrics], dtype=torch.float32)
@@ -143,7 +141,6 @@ class Episodes:
         return {
             REWARDS: torch.tensor(rewards, dtype=torch.float32),
             TURN_REWARDS: Ragged.from_list(turns, dtype=torch.float32),
-            ENDED: torch.tensor(ended, dtype=torch.bool),
             SECONDS: torch.tensor([sum(episode.seconds) for episode in episodes], dtype=torch.float32),
             NUM_CALLS: torch.tensor([episode.num_calls for episode in episodes], dtype=torch.int64),
             CONVERSATION: json_column(map(_described, episodes, talks, metrics, errors)),
@@ -231,9 +228,9 @@ def _tokens_of(completion: Completion) -> tuple[list[TurnTokens], int]:
 
 
 def _settled(completion: Completion, episode: Episode) -> Completion:
-    if episode.failure is None or completion.error is not None:
-        return completion
-    return replace(completion, finish_reason="environment", error=episode.failure)
+    if episode.failure is not None and completion.error is None:
+        return replace(completion, finish_reason="failure", error=episode.failure)
+    return replace(completion, finish_reason=episode.end) if completion.finish_reason == "environment" else completion
 
 
 def _described(

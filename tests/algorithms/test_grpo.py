@@ -239,8 +239,8 @@ def test_several_reward_functions_are_weighted_and_logged_separately() -> None:
     summary = {name: float(value) for name, value in module.summarize(samples).items()}
     lengths = rollout().ragged("response_ids").lengths.tolist()
     assert summary == pytest.approx({
-        "reward": 1.5, "reward/fixed": 0.5, "reward/half": 0.5, "response_length": 2.25, "finished": 0.75,
-        "response_length/min": min(lengths), "response_length/max": max(lengths), "truncated": 0.25,
+        "reward": 1.5, "reward/fixed": 0.5, "reward/half": 0.5, "response_length": 2.25, "stopped/model": 0.75,
+        "response_length/min": min(lengths), "response_length/max": max(lengths), "stopped/length": 0.25,
         # The squares of 1, -1, 0 and 0 over one less than four; the second group's rewards are equal.
         "reward_std": math.sqrt(2 / 3), "frac_reward_zero_std": 0.5,
     })  # fmt: skip

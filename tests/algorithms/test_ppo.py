@@ -137,7 +137,7 @@ def test_advantages_by_hand() -> None:
     unscaled = {name: column for name, column in known.columns.items() if name != "rewards"}  # as in an evaluation
     evaluated = module.summarize_evaluation(Samples(known.ids, unscaled))
     assert evaluated["reward"] == evaluated["score"] == 1.0, "val/reward"
-    assert (summary["response_length"], summary["finished"]) == (1.5, 0.5)
+    assert (summary["response_length"], summary["stopped/model"]) == (1.5, 0.5)
     # mean k1 -0.25 against 0.5: more than 20 % below, so down by 2 %
     module.on_iteration_end(samples.with_columns(**made).lengths_only())
     assert float(module.kl_controller.coefficient) == pytest.approx(0.098)

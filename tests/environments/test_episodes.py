@@ -16,7 +16,7 @@ import torch
 
 from lightning_realloc.batch.json_column import json_values
 from lightning_realloc.batch.samples import Ragged, Samples
-from lightning_realloc.environments import MessageEnvironment, StepResult
+from lightning_realloc.environments import MessageEnvironment, StepResult, ToolEnvironment
 from lightning_realloc.environments.environment_factory import environment_factory_of
 from lightning_realloc.environments.episode import EpisodeOptions
 from lightning_realloc.environments.episodes import Episodes
@@ -76,7 +76,8 @@ def test_a_conversation_is_what_a_replay_by_hand_makes_of_the_models_words() -> 
             own.append(result.reward)
             num_solved += result.done
             if result.done or len(own) == 4:
-                assert end == len(words) and completion.finish_reason == "stop"
+                assert end == len(words)
+                assert completion.finish_reason == ("environment" if result.done else "max_turns")
                 break
             answer = ["user:", result.messages[0]["content"], "<end>", "assistant:"]
             if end == len(words):
@@ -93,11 +94,20 @@ def test_a_conversation_is_what_a_replay_by_hand_makes_of_the_models_words() -> 
 
 def test_a_game_won_in_the_last_turn_is_ended_by_its_environment() -> None:
     episodes = Episodes(options(Guessing, max_turns=1))
-    _, columns = episodes.finish(generate(episodes, prompts(36)))
-    ended, rewards = columns["ended_by_environment"], columns["environment_rewards"]
-    assert isinstance(ended, torch.Tensor) and isinstance(rewards, torch.Tensor)
-    assert ended.tolist() == [reward > 0 for reward in rewards.tolist()]  # a wrong guess costs 0.1, none gives NaN
-    assert 0 < int(ended.sum()) < 36
+    completions, columns = episodes.finish(generate(episodes, prompts(36)))
+    rewards = columns["environment_rewards"]
+    assert isinstance(rewards, torch.Tensor)
+    ended = [completion.finish_reason == "environment" for completion in completions]
+    assert ended == [reward > 0 for reward in rewards.tolist()]  # a wrong guess costs 0.1, none gives NaN
+    assert 0 < sum(ended) < 36
+
+
+def test_a_turn_without_calls_is_the_models_own_end_where_there_are_tools_alone() -> None:
+    episodes = Episodes(options(ToolEnvironment, max_turns=2))
+    completions, _ = episodes.finish(generate(episodes, prompts(8)))
+    for completion in completions:
+        assert completion.finish_reason == ("stop" if completion.token_ids[-1] == END else "length")
+    assert sum(completion.finish_reason == "stop" for completion in completions) > 4
 
 
 class Flaky(Guessing):
@@ -182,7 +192,7 @@ def test_reward_functions_read_environments_of_finished_responses_alone(on_failu
     rewards = columns["reward_of_environment/guesses_left"]
     assert isinstance(rewards, torch.Tensor) and (~rewards.isnan()).tolist() == known
     assert read == [(row % 6, c.error is not None) for row, c in enumerate(completions) if known[row]]
-    assert {c.finish_reason for c in completions} >= {"stop", "unfinished", "environment"}
+    assert {c.finish_reason for c in completions} >= {"environment", "unfinished", "failure"}
     episodes.close()
 
 
@@ -216,8 +226,8 @@ class RewardedAtTheEnd(Guessing):
 
 def test_what_a_limit_cut_off_has_earned_nothing_so_far() -> None:
     episodes = Episodes(options(RewardedAtTheEnd, max_turns=4))
-    _, columns = episodes.finish(generate(episodes, prompts(12)))
-    ended = columns["ended_by_environment"].tolist()
+    completions, columns = episodes.finish(generate(episodes, prompts(12)))
+    ended = [completion.finish_reason == "environment" for completion in completions]
     expected = [(1.0 if place % 6 < 3 else math.nan) if won else 0.0 for place, won in enumerate(ended)]
     assert _rewards(columns) == pytest.approx(expected, nan_ok=True)
     assert len(set(map(str, expected))) == 3
@@ -269,7 +279,7 @@ def test_failures_end_the_episode_and_are_named(where: str) -> None:
     episodes = Episodes(options(source, retries=1))
     completions, columns = episodes.finish(generate(episodes, prompts(2)))
     reasons: set[FinishReason] = {completion.finish_reason for completion in completions if completion.error}
-    assert reasons == {"environment"}
+    assert reasons == {"failure"}
     expected = {"reset": "no port is free", "reward": "the score is lost"}[where]
     assert all(expected in talk["failure"] for talk, c in zip(_talks(columns), completions, strict=True) if c.error)
     assert all(map(math.isnan, _rewards(columns)))
@@ -327,5 +337,5 @@ def test_the_answers_of_an_episode_have_a_deadline_together() -> None:
     episodes = Episodes(options(Late, max_turns=8, episode_deadline_s=0.25))
     completions, columns = episodes.finish(generate(episodes, prompts(6)))
     late = [(c, talk) for c, talk in zip(completions, _talks(columns), strict=True) if c.error]
-    assert late and all(c.finish_reason == "environment" and "episode_deadline_s=0.25" in str(c.error) for c, _ in late)
+    assert late and all(c.finish_reason == "failure" and "episode_deadline_s=0.25" in str(c.error) for c, _ in late)
     assert all(len(talk["rewards"]) == 2 for _, talk in late)  # a third answer would end after 0.3 s

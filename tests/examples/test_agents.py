@@ -96,7 +96,7 @@ def test_both_examples_run(workers: WorkerPool, tmp_path: Path) -> None:
     (scores,) = workers.run(run_both, str(tmp_path), world_size=1, init_process_group=False, deadline_s=170.0)
     for module, (before, after) in zip((calculator, guessing), scores, strict=True):
         assert set(module.LABELS) <= before.keys() & after.keys()
-        assert after["val/environment_failures"] == 0.0
+        assert after["val/stopped/failure"] == 0.0
     before, after = scores[1]
     assert before["val/reward"] != after["val/reward"]  # every turn is rewarded, so two iterations change the game
 

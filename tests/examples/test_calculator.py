@@ -54,7 +54,7 @@ def test_the_script_runs_on_two_ranks(workers: WorkerPool) -> None:
     everyone = workers.run(run_script, world_size=2, init_process_group=False, deadline_s=120.0)
     assert [steps for steps, _ in everyone] == [3, 3]
     logged = everyone[0][1]
-    assert logged["turns"] >= 1.0 and logged["environment_failures"] == 0.0
+    assert logged["turns"] >= 1.0 and logged["stopped/failure"] == 0.0
     assert logged["response_length"] <= 24
 
 

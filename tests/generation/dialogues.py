@@ -60,7 +60,7 @@ def tell(
         if told.token_ids[-1] in params.stop_token_ids or is_cut:
             answer = environment(Turn(sample_id, 0, tuple(prompt), tuple(told.token_ids), turn))
             if answer is None:
-                told.finish_reason = "stop"
+                told.finish_reason = "environment"
             elif len(told.token_ids) + len(answer) >= params.max_new_tokens:
                 told.finish_reason = "length"
             else:

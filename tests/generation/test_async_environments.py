@@ -82,7 +82,7 @@ def test_a_turn_that_waits_for_others_has_no_deadline_yet() -> None:
         environment=environment,
         conversation=Conversation(max_concurrent=1, deadline_s=1.0),  # all eight take 1.2 s
     )
-    assert [one.finish_reason for one in completions] == ["stop"] * 8
+    assert [one.finish_reason for one in completions] == ["environment"] * 8
 
 
 def test_a_function_that_hangs_takes_no_place_of_others() -> None:
@@ -99,7 +99,7 @@ def test_a_function_that_hangs_takes_no_place_of_others() -> None:
         conversation=Conversation(max_concurrent=1, deadline_s=1.0),
     )
     released.set()
-    assert [one.finish_reason for one in completions] == ["environment", "stop", "stop", "stop"]
+    assert [one.finish_reason for one in completions] == ["failure", "environment", "environment", "environment"]
 
 
 def test_a_call_leaves_no_task_behind() -> None:
@@ -115,7 +115,7 @@ def test_a_call_leaves_no_task_behind() -> None:
     completions = engine_of(exact_model()).generate(
         [[9], [8]], EVERY_TOKEN_STOPS, environment=environment, conversation=Conversation(deadline_s=0.05)
     )
-    assert {one.finish_reason for one in completions} == {"environment"}
+    assert {one.finish_reason for one in completions} == {"failure"}
 
     async def others() -> int:
         await asyncio.sleep(0)

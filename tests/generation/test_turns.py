@@ -45,7 +45,7 @@ def slow_tool(turn: Turn) -> list[int] | None:
 
 def test_the_reference_loop_covers_every_kind_of_turn() -> None:
     told = expected(SAMPLED)
-    assert {one.finish_reason for one in told} == {"stop", "length"}
+    assert {one.finish_reason for one in told} == {"environment", "length"}
     assert sum(any(one.model_mask[i] < one.model_mask[i + 1] for i in range(len(one.model_mask) - 1))
                for one in told) > 4  # fmt: skip
 
@@ -144,7 +144,7 @@ def test_a_slow_tool_does_not_stop_the_batch(num_slots: int, max_cache_bytes: in
     first, second = engine_of(exact_model(), max_slots=num_slots, max_cache_bytes=max_cache_bytes).generate(
         [[5], [6, 6]], params, environment=environment, conversation=Conversation(max_turns=2), sample_ids=[0, 1]
     )
-    assert first.finish_reason == second.finish_reason == "stop"
+    assert (first.finish_reason, second.finish_reason) == ("max_turns", "environment")
     assert first.model_mask.count(False) == 2
 
 
@@ -161,7 +161,7 @@ def test_the_environment_is_not_called_after_the_last_turn() -> None:
         (completion,) = engine_of(exact_model()).generate(
             [[9, 8]], params, environment=environment, conversation=Conversation(max_turns=most)
         )
-        assert (completion.finish_reason, completion.model_mask.count(False)) == ("stop", most - 1)
+        assert (completion.finish_reason, completion.model_mask.count(False)) == ("max_turns", most - 1)
         assert asked == list(range(1, most))
 
 
@@ -221,7 +221,7 @@ def test_a_failing_environment_ends_only_its_own_sample(
         completions = engine_of(exact_model(), max_slots=3).generate(PROMPTS, SAMPLED, environment=environment)
     told = expected(SAMPLED)
     failed = completions.pop(4)
-    assert failed.finish_reason == "environment" and failed.error is not None and message in failed.error
+    assert failed.finish_reason == "failure" and failed.error is not None and message in failed.error
     ended = [token in STOPS for token in told[4].token_ids].index(True) + 1
     assert failed.token_ids == tuple(told[4].token_ids[:ended])
     check_same(completions, [*told[:4], *told[5:]])
@@ -245,7 +245,7 @@ def test_a_tool_that_hangs_ends_its_sample_at_the_deadline(num_slots: int) -> No
     assert not came_back.is_set()  # the call did not wait for it
     is_over.set()
     failed = completions.pop(4)
-    assert failed.finish_reason == "environment" and "did not answer turn 1 within deadline_s=1.0" in str(failed.error)
+    assert failed.finish_reason == "failure" and "did not answer turn 1 within deadline_s=1.0" in str(failed.error)
     told = expected(SAMPLED)
     check_same(completions, [*told[:4], *told[5:]])
 
@@ -270,8 +270,8 @@ def test_an_answer_after_its_deadline_is_ignored() -> None:
     late, other = engine_of(exact_model(), max_slots=1, wall_clock=lambda: seconds[0]).generate(
         [[9]] * 2, params, environment=environment, conversation=settings
     )
-    assert came_late.is_set() and (late.finish_reason, len(late.token_ids)) == ("environment", 1)
-    assert (other.finish_reason, other.model_mask) == ("stop", (True, False, True, False, True))
+    assert came_late.is_set() and (late.finish_reason, len(late.token_ids)) == ("failure", 1)
+    assert (other.finish_reason, other.model_mask) == ("max_turns", (True, False, True, False, True))
 
 
 def test_a_rank_whose_samples_all_wait_stays_in_lockstep_with_the_others() -> None:

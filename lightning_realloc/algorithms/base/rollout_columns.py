@@ -27,7 +27,6 @@ from lightning_realloc.batch.samples import (
 from lightning_realloc.data.chat import Message
 from lightning_realloc.environments.columns import (
     CONVERSATION,
-    ENDED,
     FUNCTIONS,
     NUM_CALLS,
     OWN_METRICS,
@@ -37,12 +36,16 @@ from lightning_realloc.environments.columns import (
 from lightning_realloc.environments.transcript import transcript
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Completion, Conversation, Engine, Environment, SamplingParams, Turn
+from lightning_realloc.generation.core.sample import FinishReason
 from lightning_realloc.generation.loop.asking import call
 from lightning_realloc.generation.loop.environment import OnFailure
 from lightning_realloc.rewards.functions import RewardFunctions, Rewards
 
-FINISH_REASONS = ("stop", "length", "environment", "unfinished")
-"""Meanings of the numbers in a rollout's column ``finish_reason``."""
+FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "failure", "unfinished", "environment", "max_turns")
+"""Meanings of the numbers in a rollout's column ``finish_reason``. Checkpoints keep the numbers: add at the end."""
+_ENDS: tuple[FinishReason, ...] = ("stop", "length")
+_TALK_ENDS: tuple[FinishReason, ...] = (*_ENDS, "environment", "max_turns", "failure")
+"""Reasons whose shares are logged, of responses of one turn and of conversations."""
 _FAILURES = "reward_failures/"
 _LEARNED_FAILURES = "learned_failures"
 """Column (B,) bool: responses that are learned although their environment failed."""
@@ -100,7 +103,7 @@ class Dialogue:
 
     def finish(self, completions: Sequence[Completion]) -> tuple[Sequence[Completion], Mapping[str, Column]]:
         """Return the final completions, and the columns of their conversations."""
-        return completions, dialogue_columns(completions, self.conversation)
+        return completions, dialogue_columns(completions)
 
     def close(self) -> None:
         """Give up what unfinished responses hold, after an error."""
@@ -175,7 +178,7 @@ def _settled_failures(
     """
     if on_failure == "drop":
         return completions, {}
-    failed = [completion.finish_reason == "environment" for completion in completions]
+    failed = [completion.finish_reason == "failure" for completion in completions]
     if on_failure == "raise" and any(failed):
         first = completions[failed.index(True)]
         raise GenerationError(
@@ -201,19 +204,16 @@ def age_columns(completions: Sequence[Completion], iteration: int) -> Mapping[st
     }
 
 
-def dialogue_columns(completions: Sequence[Completion], conversation: Conversation) -> Mapping[str, Column]:
+def dialogue_columns(completions: Sequence[Completion]) -> Mapping[str, Column]:
     """Return the columns of B conversations.
 
     ``model_mask`` ragged bool: True for tokens that the model sampled; ``num_model_tokens`` and ``num_turns`` (B,)
-    int64 of the model; ``ended_by_environment`` (B,) bool: whether the environment ended the response.
+    int64 of the model.
     """
-    turns = [_num_turns(c.model_mask) for c in completions]
-    ended = [c.finish_reason == "stop" and n < conversation.max_turns for c, n in zip(completions, turns, strict=True)]
     return {
         "model_mask": Ragged.from_list([c.model_mask for c in completions], dtype=torch.bool),
         "num_model_tokens": torch.tensor([sum(c.model_mask) for c in completions], dtype=torch.int64),
-        "num_turns": torch.tensor(turns, dtype=torch.int64),
-        ENDED: torch.tensor(ended, dtype=torch.bool),
+        "num_turns": torch.tensor([_num_turns(c.model_mask) for c in completions], dtype=torch.int64),
     }
 
 
@@ -237,7 +237,7 @@ def environment_failed(samples: Samples) -> Tensor:
     """Return (B,) bool: True for responses that an environment's failure ended. The model did not cause it."""
     if "finish_reason" not in samples:
         return torch.zeros(len(samples), dtype=torch.bool)
-    return samples.tensor("finish_reason") == FINISH_REASONS.index("environment")
+    return samples.tensor("finish_reason") == FINISH_REASONS.index("failure")
 
 
 def without_failed(samples: Samples, column: str) -> Samples:
@@ -286,26 +286,22 @@ def reward_summary(samples: Samples) -> dict[str, Tensor]:
 
 
 def response_summary(samples: Samples) -> dict[str, Tensor]:
-    """Return mean, least and largest response length in tokens of the model, and shares that ended or were cut off.
+    """Return mean, least and largest response length in tokens of the model, and the shares by what ended responses.
 
-    Conversations add the mean number of turns, and the shares that the environment or its failures ended; those with
-    tools the mean calls, failures and seconds per response. Carried responses add the mean age of tokens in iterations.
+    Conversations add the mean number of turns; those with tools the mean calls, failures and seconds per response.
+    Carried responses add the mean age of tokens in iterations.
     """
     reasons, lengths = samples.tensor("finish_reason"), num_model_tokens(samples).float()
-    summary = {
-        "response_length": lengths.mean(),
-        "finished": (reasons == FINISH_REASONS.index("stop")).float().mean(),
-        "truncated": (reasons == FINISH_REASONS.index("length")).float().mean(),
-    }
+    if _LEARNED_FAILURES in samples:
+        reasons = reasons.masked_fill(samples.tensor(_LEARNED_FAILURES), FINISH_REASONS.index("failure"))
+    summary = {"response_length": lengths.mean()}
+    for reason in _TALK_ENDS if "num_turns" in samples else _ENDS:
+        share = (reasons == FINISH_REASONS.index(reason)).float().mean()
+        summary[f"stopped/{'model' if reason == 'stop' else reason}"] = share
     if len(lengths):
         summary |= {"response_length/min": lengths.min(), "response_length/max": lengths.max()}
     if "num_turns" in samples:
         summary["turns"] = samples.tensor("num_turns").float().mean()
-        summary[ENDED] = samples.tensor(ENDED).float().mean()
-        failed = environment_failed(samples)
-        if _LEARNED_FAILURES in samples:
-            failed = samples.tensor(_LEARNED_FAILURES)
-        summary["environment_failures"] = failed.float().mean()
     if NUM_CALLS in samples:
         summary["tool_calls"] = samples.tensor(NUM_CALLS).float().mean()
         summary["environment_s"] = samples.tensor(SECONDS).mean()

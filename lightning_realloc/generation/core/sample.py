@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.errors import GenerationError
 
-FinishReason = Literal["stop", "length", "environment", "unfinished"]
+FinishReason = Literal["stop", "environment", "max_turns", "length", "failure", "unfinished"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,8 @@ class Completion:
     logprobs: tuple[float, ...]
     """One per token, of ``softmax(logits / temperature)`` over the whole vocabulary; 0 for an environment's tokens."""
     finish_reason: FinishReason
-    """"stop": a stop token or string. "length": no room for more tokens. "environment": the environment failed, see
+    """"stop": the model ended it, by a stop token or string. "environment": the environment ended it. "max_turns": it
+    has as many turns as a conversation may. "length": no room for more tokens. "failure": the environment failed, see
     ``error``. "unfinished": the call's budget was spent."""
     model_mask: tuple[bool, ...]
     """One per token: True if the model chose it, False if the environment did."""

@@ -114,9 +114,9 @@ class Answer:
         """Add the answer to its sample; return why the response ends here, None if the model's next turn begins."""
         sample.error = self.error
         if self.error is not None:
-            return "environment"
+            return "failure"
         if self.token_ids is None:
-            return "stop"
+            return "environment"
         if len(self.token_ids) >= sample.room:
             return "length"  # no room for a token of the model
         sample.extend(self.token_ids)
@@ -191,12 +191,15 @@ class Conversations:
         """Indices of the samples whose question is open."""
         return self._asked.keys()
 
-    def goes_on_after(self, sample: Sample) -> bool:
-        """Return whether the environment is asked about a turn that ended by its stop rule."""
-        return sample.turn < self._settings.max_turns
+    def ask(self, index: int, sample: Sample) -> bool:
+        """Ask for the tokens after a turn that ended by its stop rule; `answers` returns them later.
 
-    def ask(self, index: int, sample: Sample) -> None:
-        """Ask for the tokens after the sample's turn; `answers` returns them later."""
+        Return whether the environment is asked: not after the last turn, which ends the response.
+        """
+        if sample.turn >= self._settings.max_turns:
+            sample.finish_reason = "max_turns"
+            return False
+        sample.finish_reason = None
         turn = Turn(
             sample.sample_id,
             sample.prompt_index,
@@ -206,6 +209,7 @@ class Conversations:
             sample.turn_begin,
         )
         self.ask_about(index, turn)
+        return True
 
     def ask_about(self, index: int, turn: Turn) -> None:
         """Ask for the tokens after a turn; `answers` returns them under this index."""

@@ -77,8 +77,7 @@ class Rounds:
         """Ask the environment about turns that ended by the stop rule; the other samples are finished."""
         assert self._conversations is not None
         for sample in ended:
-            if sample.finish_reason == "stop" and self._conversations.goes_on_after(sample):
-                sample.finish_reason = None
+            if sample.finish_reason == "stop":
                 self._conversations.ask(self._index_of[sample.sample_id], sample)
         self._notifier.report([sample for sample in ended if sample.finish_reason is not None])
 

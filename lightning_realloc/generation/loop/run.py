@@ -317,11 +317,7 @@ class GenerationRun:
     # ---- environments
     def _ask(self, index: int, sample: Sample) -> bool:
         """Ask the environment about a turn that has just ended; return whether there is one to ask."""
-        if self.conversations is None or not self.conversations.goes_on_after(sample):
-            return False
-        sample.finish_reason = None
-        self.conversations.ask(index, sample)
-        return True
+        return self.conversations is not None and self.conversations.ask(index, sample)
 
     def _take_answers(self, conversations: Conversations) -> None:
         """Let answered samples read on; finish those that the environment ended or failed."""

@@ -95,7 +95,7 @@ def never_of_the_failed(completion_ids: list[list[int]], **columns: Any) -> list
     return rewards
 
 
-ENVIRONMENT_FAILED = FINISH_REASONS.index("environment")
+ENVIRONMENT_FAILED = FINISH_REASONS.index("failure")
 
 
 @pytest.mark.parametrize("kind", [GRPO, RLOO, ReinforcePlusPlus, ReMax, BestOfN, OnlineDPO, PPO])

@@ -63,10 +63,10 @@ def completion(sample_id: int, mask: str, reason: Any, error: str | None = None)
 
 
 TOLD = [
-    completion(0, "mmeeem", "stop"),  # the environment answered once, and ended the second turn
+    completion(0, "mmeeem", "environment"),  # the environment answered once, and ended the second turn
     completion(1, "mem", "length"),
-    completion(2, "memem", "stop"),  # max_turns is reached, so the environment is not called again
-    completion(3, "mm", "environment", "the tool raised"),
+    completion(2, "memem", "max_turns"),
+    completion(3, "mm", "failure", "the tool raised"),
 ]
 
 
@@ -78,17 +78,17 @@ def conversations() -> Samples:
     return rollout_of(prompts, TOLD, Dialogue(silent, Conversation(max_turns=3)))  # type: ignore[arg-type]
 
 
-def test_a_rollout_records_model_tokens_turns_and_ends_by_the_environment() -> None:
+def test_a_rollout_records_model_tokens_turns_and_what_ended_responses() -> None:
     samples = conversations()
     assert samples.ragged("model_mask").to_lists() == [
         [True, True, False, False, False, True], [True, False, True], [True, False, True, False, True], [True, True],
     ]  # fmt: skip
     assert samples.tensor("num_model_tokens").tolist() == [3, 2, 3, 2]
     assert samples.tensor("num_turns").tolist() == [2, 2, 3, 1]
-    assert samples.tensor("ended_by_environment").tolist() == [True, False, False, False]
     assert {name: value.item() for name, value in response_summary(samples.lengths_only()).items()} == {
-        "response_length": 2.5, "response_length/min": 2.0, "response_length/max": 3.0, "finished": 0.5,
-        "truncated": 0.25, "turns": 2.0, "ended_by_environment": 0.25, "environment_failures": 0.25,
+        "response_length": 2.5, "response_length/min": 2.0, "response_length/max": 3.0, "turns": 2.0,
+        "stopped/model": 0.0, "stopped/length": 0.25, "stopped/environment": 0.25, "stopped/max_turns": 0.25,
+        "stopped/failure": 0.25,
     }  # fmt: skip
 
 

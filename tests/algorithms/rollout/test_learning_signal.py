@@ -72,6 +72,6 @@ def test_equal_rewards_are_measured_and_warned_of(workers: WorkerPool) -> None:
     for metrics in logged:
         assert (metrics["reward_std"], metrics["frac_reward_zero_std"]) == (0.0, 1.0)
         assert metrics["response_length/min"] <= metrics["response_length"] <= metrics["response_length/max"]
-        assert metrics["truncated"] == pytest.approx(1.0 - metrics["finished"])
+        assert metrics["stopped/length"] == pytest.approx(1.0 - metrics["stopped/model"])
         # The vocabulary has 128 tokens, and a model with random weights knows little of the next one.
         assert 0.5 * math.log(128) < metrics["actor/entropy"] < 1.5 * math.log(128)

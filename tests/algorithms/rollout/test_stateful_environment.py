@@ -136,8 +136,8 @@ def test_every_answer_follows_from_the_samples_own_game(workers: WorkerPool, set
             assert last == secret or len(wrong) + 1 == MOST_GUESSES
         for token, answer in pairwise(tokens):
             assert token >= NUMBERS or answer == (HIGHER if token < secret else LOWER)
-    assert all(step["environment_failures"] == 0.0 for step in played.logged)
-    assert any(step["ended_by_environment"] > 0.0 for step in played.logged)
+    assert all(step["stopped/failure"] == 0.0 for step in played.logged)
+    assert any(step["stopped/environment"] > 0.0 for step in played.logged)
     assert played.num_continued > 0
     assert (played.num_replayed > 0) == bool(settings)
     if settings:

@@ -144,4 +144,4 @@ def test_a_slow_environment_keeps_a_group_in_no_long_collective(monkeypatch: pyt
 
     params = SamplingParams(max_new_tokens=30, stop_token_ids=tuple(range(128)))
     (completion,) = GenerationEngine(tiny_model("llama"), agree=agree).generate([[5]], params, environment=environment)
-    assert (completion.finish_reason, completion.error) == ("stop", None)
+    assert (completion.finish_reason, completion.error) == ("environment", None)

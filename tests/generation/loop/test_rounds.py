@@ -90,7 +90,7 @@ def test_a_round_waits_for_answers_that_come_within_the_time_of_the_last_round()
     call = Call(environment, count=3, clock=lambda: seconds[0])
     call.run(during_round)
     assert call.rounds == [[0, 1, 2]] * 3
-    assert all(sample.turn == 3 and sample.finish_reason == "stop" for sample in call.samples)
+    assert all(sample.turn == 3 and sample.finish_reason == "environment" for sample in call.samples)
 
 
 def test_a_deadline_that_passes_during_a_round_ends_the_sample_although_its_answer_is_there() -> None:
@@ -109,7 +109,7 @@ def test_a_deadline_that_passes_during_a_round_ends_the_sample_although_its_answ
 
     call = Call(environment, count=1, clock=lambda: seconds[0])
     call.run(during_round)
-    assert call.rounds == [[0]] and call.samples[0].finish_reason == "environment"
+    assert call.rounds == [[0]] and call.samples[0].finish_reason == "failure"
     assert "did not answer turn 1 within deadline_s=10.0" in str(call.samples[0].error)
 
 

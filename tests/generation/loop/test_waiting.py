@@ -73,13 +73,15 @@ class SimulatedConversations:
     def goes_on_after(self, sample: Sample) -> bool:
         return True
 
-    def ask(self, index: int, sample: Sample) -> None:
+    def ask(self, index: int, sample: Sample) -> bool:
+        sample.finish_reason = None
         waits, begin = self._episodes[index].waits, sample.last_token + 1
         if sample.turn <= len(waits):
             answer = tuple(range(begin, begin + ANSWER))
             heappush(self._due, (self._clock.now + waits[sample.turn - 1], index, answer))
         else:
             heappush(self._due, (self._clock.now, index, None))
+        return True
 
     def answers(self) -> list[Answer]:
         found = []
@@ -177,7 +179,7 @@ def test_episodes_are_the_same_in_any_number_of_slots(
     run, found = generate(episodes, executor, clock, num_slots=num_slots, num_kept=num_kept, most_read=most_read)
     for index, (sample, episode) in enumerate(zip(run.samples, episodes, strict=True)):
         assert sample.token_ids == list(range(sample.prompt[-1] + 1, episode.ends(index)[-1] + 1))
-        assert sample.finish_reason == "stop" and sample.turn == len(episode.turns)
+        assert sample.finish_reason == "environment" and sample.turn == len(episode.turns)
     assert max(len(step.rows) for step in executor.steps) <= num_slots
     assert max(used for _, used in found) <= num_slots + num_kept
 

@@ -232,7 +232,7 @@ def test_a_rank_without_samples_keeps_answering_with_its_own_failures_and_deadli
         [[5]], LONG, environment=_answer, conversation=ENDLESS
     )
     assert (answered.token_ids, answered.finish_reason) == (alone.token_ids, alone.finish_reason)
-    assert failed.finish_reason == late.finish_reason == "environment"
+    assert failed.finish_reason == late.finish_reason == "failure"
     assert "the environment raised ValueError(no more on rank 0) after turn" in str(failed.error)
     assert "within deadline_s=0.3" in str(late.error)
     assert failed.token_ids == late.token_ids == alone.token_ids[: len(late.token_ids)]

@@ -62,7 +62,7 @@ def test_each_turn_of_a_conversation_is_a_request_with_the_whole_sequence(tmp_pa
     # The stand-in counts upwards from the last token: 9 to the stop at 12, and after the answer 30 to the stop at 32.
     assert made.token_ids == (9, 10, 11, 12, 28, 29, 30, 31, 32)
     assert made.model_mask == (True,) * 4 + (False,) * 2 + (True,) * 3
-    assert made.logprobs == (-1.0,) * 4 + (0.0,) * 2 + (-1.0,) * 3 and made.finish_reason == "stop"
+    assert made.logprobs == (-1.0,) * 4 + (0.0,) * 2 + (-1.0,) * 3 and made.finish_reason == "environment"
     assert [(turn.number, turn.token_ids) for turn in asked] == [(1, made.token_ids[:4]), (2, made.token_ids)]
     first, second = map(json.loads, notes(tmp_path, "request"))
     assert first["prompt"] == [5, 8] and second["prompt"] == [5, 8, 9, 10, 11, 12, 28, 29]
@@ -85,7 +85,7 @@ def test_a_conversation_ends_by_its_length_its_turns_or_a_failure(tmp_path: Path
     )
     # One token, the answer, and one more token where there is room for it.
     assert [len(one.token_ids) for one in made] == [3, 7, 1, 1]
-    assert [one.finish_reason for one in made] == ["stop", "stop", "length", "environment"]
+    assert [one.finish_reason for one in made] == ["max_turns", "max_turns", "length", "failure"]
     assert "raised ValueError(no such tool) after turn 1" in str(made[3].error)
 
 

@@ -26,7 +26,7 @@ def test_a_healthy_run_has_no_warning() -> None:
         actor__skipped_steps=[1.0, 1.0] + [0.0] * 198,  # a loss scale that settles
         response_length=np.linspace(100, 300, 200),  # longer, but the reward rises
         frac_reward_zero_std=np.full(200, 0.3),
-        truncated=np.full(200, 0.05),
+        **{"stopped/length": np.full(200, 0.05)},
     )
 
     assert _names(run) == set()
@@ -40,7 +40,7 @@ def test_short_noisy_runs_have_no_warning(seed: int) -> None:
         reward=rng.normal(0.3, 0.3, 25),
         actor__kl=np.abs(rng.normal(0.1, 0.2, 25)),
         response_length=rng.uniform(10, 500, 25),
-        truncated=rng.uniform(0, 1, 25),
+        **{"stopped/length": rng.uniform(0, 1, 25)},
         frac_reward_zero_std=rng.uniform(0, 1, 25),
     )
 
@@ -65,7 +65,7 @@ def test_a_rising_reward_is_flat_or_falling_in_hardly_any_of_many_noisy_runs() -
         ("kl-runaway", {"kl_k3": 100 * np.exp(np.linspace(-7, 1, 200)), "response_length": [100.0] * 200}),
         ("skipped-steps", {"actor__skipped_steps": [0.0, 1.0] * 100}),
         ("equal-groups", {"frac_reward_zero_std": np.linspace(0.2, 0.95, 200)}),
-        ("truncated", {"truncated": [0.5] * 200}),
+        ("truncated", {"stopped/length": [0.5] * 200}),
         ("length-explosion", {"reward": 0.2 + NOISE, "response_length": np.linspace(100, 900, 200)}),
         ("length-collapse", {"reward": 0.2 + NOISE, "response_length": np.linspace(100, 3, 200)}),
         ("kl-far", {"actor__kl": [2.0] * 200}),
@@ -85,12 +85,13 @@ def test_a_short_run_is_not_called_healthy_and_large_shares_count_early() -> Non
     (unknown,) = learning_section(run_with(**short))["sentences"]
     assert unknown == "Too short to judge: most warnings need 30 iterations, and this run has 6 iterations."
 
-    truncated = run_with(**short, truncated=[0.62, 0.7, 0.65, 0.62, 0.66, 0.7], frac_reward_zero_std=[1.0] * 6)
+    shares = {"stopped/length": [0.62, 0.7, 0.65, 0.62, 0.66, 0.7], "frac_reward_zero_std": [1.0] * 6}
+    truncated = run_with(**short, **shares)
     found = {one["id"]: one["text"] for one in find_unusual(truncated)}
     assert set(found) == {"truncated", "equal-groups"}
     assert found["truncated"].startswith("62 % of the responses (or more) in each of 6 iterations reach max_new_tokens")
-    assert _names(run_with(**short, truncated=[0.7, 0.7, 0.7, 0.2, 0.7, 0.7])) == set()
-    assert _names(run_with(truncated=[0.7, 0.7])) == set()
+    assert _names(run_with(**short, **{"stopped/length": [0.7, 0.7, 0.7, 0.2, 0.7, 0.7]})) == set()
+    assert _names(run_with(**{"stopped/length": [0.7, 0.7]})) == set()
 
 
 def test_shorter_responses_of_a_learning_actor_get_no_warning() -> None:

@@ -272,9 +272,10 @@ def test_sections_without_data_say_what_fills_them() -> None:
 
 def test_charts_have_plain_titles_and_validation_next_to_training() -> None:
     names = (
-        "reward_std", "val/reward_std", "finished", "val/finished", "response_length", "val/response_length/max",
-        "val/response_length", "actor/ratio_max", "critic/ratio_max", "actor/loss", "critic/loss", "lr-AdamW",
-        "carried_samples", "val/carried_samples", "advantages/max", "queue/actor.generate", "capture_s/actor.generate",
+        "reward_std", "val/reward_std", "stopped/model", "val/stopped/model", "response_length",
+        "val/response_length/max", "val/response_length", "actor/ratio_max", "critic/ratio_max", "actor/loss",
+        "critic/loss", "lr-AdamW", "carried_samples", "val/carried_samples", "advantages/max",
+        "queue/actor.generate", "capture_s/actor.generate",
     )  # fmt: skip
     run = run_with(**{name: [0.1, 0.2, 0.3] for name in names})
 
@@ -282,7 +283,7 @@ def test_charts_have_plain_titles_and_validation_next_to_training() -> None:
 
     assert {chart["title"]: [line["name"] for line in chart["series"]] for chart in charts} == {
         "Response length": ["response_length", "val/response_length"],
-        "Finished and truncated responses": ["finished", "val/finished"],
+        "What ended the responses": ["stopped/model", "val/stopped/model"],
         "Standard deviation of rewards": ["reward_std", "val/reward_std"],
         "Loss": ["actor/loss", "critic/loss"],
         "Learning rate": ["lr-AdamW"],

@@ -67,7 +67,7 @@ def test_ppo_gives_the_same_results_on_one_rank_and_on_two(workers: WorkerPool, 
         assert runs.largest_difference(critic, one_critic) <= 1e-5
     plain, everything = (outcome.logged for outcome, _ in alone)
     names = {"score", "score_std", "reward", "kl_k1", "kl_k3", "kl_coef", "explained_variance", "response_length",
-             "response_length/min", "response_length/max", "finished", "truncated"}  # fmt: skip
+             "response_length/min", "response_length/max", "stopped/model", "stopped/length"}  # fmt: skip
     trained = {"actor/ratio", "actor/entropy", "actor/clip_fraction", "actor/behaviour_kl", "actor/loss",
                "actor/grad_norm", "critic/loss", "critic/clip_fraction", "critic/grad_norm",
                "actor/skipped_steps", "critic/skipped_steps"}  # fmt: skip

@@ -87,8 +87,8 @@ def test_every_layout_gives_the_results_of_one_rank(workers: WorkerPool, name: s
     assert together.rewards == alone.rewards
     assert runs.largest_difference(together.weights, alone.weights) < 1e-4
     first = alone.logged[0]
-    assert first["environment_failures"] == 0.0 and first["turns"] > 1.5 and 0.0 < first["ended_by_environment"] < 1.0
-    assert first["environment/solved"] >= first["ended_by_environment"]  # the mean over games with an answer
+    assert first["stopped/failure"] == 0.0 and first["turns"] > 1.5 and 0.0 < first["stopped/environment"] < 1.0
+    assert first["environment/solved"] >= first["stopped/environment"]  # the mean over games with an answer
     assert len({reward for rewards in alone.rewards for reward in rewards}) > 3
 
 
@@ -127,7 +127,7 @@ def test_an_environment_stays_on_its_rank_when_its_sample_moves(workers: WorkerP
         workers.run(play_with_moves, moves, world_size=2, init_process_group=False)[0] for moves in (False, "all")
     )
     assert sum(counts) >= 1
-    assert all(step["environment_failures"] == 0.0 for step in moved.logged)
+    assert all(step["stopped/failure"] == 0.0 for step in moved.logged)
     assert moved.tokens == stayed.tokens and moved.rewards == stayed.rewards
 
 
@@ -147,5 +147,5 @@ def test_games_go_on_in_the_next_iteration(workers: WorkerPool) -> None:
     budget = GenerationOptions(rollout_budget=RolloutBudget(tokens=60))
     outcome = run(workers, "grpo", "dp2", 2, generation=budget)
     assert max(step["carried_samples"] for step in outcome.logged) > 0
-    assert all(step["environment_failures"] == 0.0 for step in outcome.logged)
+    assert all(step["stopped/failure"] == 0.0 for step in outcome.logged)
     assert all(math.isfinite(reward) for rewards in outcome.rewards for reward in rewards)

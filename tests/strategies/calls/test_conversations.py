@@ -74,7 +74,8 @@ def test_an_environment_that_never_answers_changes_nothing(workers: WorkerPool, 
     assert runs.largest_difference(asked.weights, plain.weights) == 0.0
     for mine, others in zip(asked.logged, plain.logged, strict=True):
         assert mine == others | {
-            "turns": 1.0, "ended_by_environment": others["finished"], "environment_failures": 0.0,
+            "turns": 1.0, "stopped/environment": others["stopped/model"], "stopped/model": 0.0,
+            "stopped/max_turns": 0.0, "stopped/failure": 0.0,
         }  # fmt: skip
 
 
@@ -94,8 +95,8 @@ def test_conversations_give_the_same_results_on_one_rank_and_two(workers: Worker
     assert together.rewards == alone.rewards
     assert runs.largest_difference(together.weights, alone.weights) < 1e-4
     first = alone.logged[0]
-    assert first["environment_failures"] == 0.0
-    assert 1.0 < first["turns"] < 2.0 and 0.0 < first["ended_by_environment"] < 1.0
+    assert first["stopped/failure"] == 0.0
+    assert 1.0 < first["turns"] < 2.0 and 0.0 < first["stopped/environment"] < 1.0
     # Lengths count only the model's tokens.
     whole = [sum(map(len, rows)) / len(rows) for rows in alone.tokens]
     assert all(step["response_length"] < length for step, length in zip(alone.logged, whole, strict=True))
@@ -104,7 +105,7 @@ def test_conversations_give_the_same_results_on_one_rank_and_two(workers: Worker
 def test_a_run_that_generates_by_the_models_own_generate_has_conversations_too(workers: WorkerPool) -> None:
     settings: dict[str, Any] = {"environment": informed, "conversation": Conversation(max_turns=2), "engine": "hf"}
     for logged in run(workers, "grpo", "dp1", 1, **settings).logged:
-        assert logged["environment_failures"] == 0.0
+        assert logged["stopped/failure"] == 0.0
         assert 1.0 < logged["turns"] <= 2.0
 
 
@@ -139,7 +140,7 @@ def test_conversations_continue_on_the_rank_that_receives_their_sample(
         for moves in (False, "all")
     )
     assert sum(counts) >= 1
-    assert all(step["environment_failures"] == 0.0 for step in moved.logged)
+    assert all(step["stopped/failure"] == 0.0 for step in moved.logged)
     assert moved.tokens == stayed.tokens
     assert runs.largest_difference(moved.weights, stayed.weights) < 1e-4
 
@@ -148,7 +149,7 @@ def rewards_and_failures(workers: WorkerPool, on_failure: Any) -> tuple[list[flo
     """Return the rewards of the first iteration, and the share of its environments that failed."""
     bounds = Conversation(deadline_s=1.0, on_failure=on_failure, retries=0)
     outcome = run(workers, "grpo", "dp1", 1, environment=out_of_order, conversation=bounds)
-    return outcome.rewards[0], outcome.logged[0]["environment_failures"]
+    return outcome.rewards[0], outcome.logged[0]["stopped/failure"]
 
 
 def out_of_order(turn: Turn) -> list[int] | None:
@@ -176,7 +177,7 @@ def test_tools_that_raise_or_hang_end_only_their_own_samples(workers: WorkerPool
     assert time.monotonic() - begin < 25  # no rank waited for a call that hangs
     sound = run(workers, "grpo", "dp2", 2, environment=tool)
     for step in outcome.logged:
-        assert 0.3 < step["environment_failures"] < 0.67  # samples may also end at the length limit
+        assert 0.3 < step["stopped/failure"] < 0.67  # samples may also end at the length limit
     for rows, expected in zip(outcome.tokens[:1], sound.tokens[:1], strict=True):
         assert rows[2::3] == expected[2::3]  # their tool worked
         assert all(row == other[: len(row)] for row, other in zip(rows, expected, strict=True))

@@ -173,7 +173,7 @@ def test_responses_that_take_several_iterations_have_the_same_tokens(
     assert len(done) == len(everything) - carried[-1]
     # Reward functions get the columns of a response's prompt in a later iteration, too.
     assert all(text == f"prompt {sample_id // 2}" for sample_id, text in pieces.objects.items())
-    assert all(step.get("environment_failures", 0.0) == 0.0 for step in pieces.logged)  # and so do environments
+    assert all(step.get("stopped/failure", 0.0) == 0.0 for step in pieces.logged)  # and so do environments
     assert pieces.logged[0]["staleness"] == 0.0 and max(step["staleness"] for step in pieces.logged) > 0.0
 
 

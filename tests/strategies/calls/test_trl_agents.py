@@ -174,6 +174,6 @@ def test_agents_of_trl_train_unchanged(workers: WorkerPool, name: str) -> None:
             assert ours["content"].startswith('{"error": ') if is_error else ours["content"] == theirs["content"]
     names = {message.get("name") for row in seen for message in row["completion"]} - {None}
     assert names == {"multiply", "look_up", "increment", "say"} and len(set(rewards)) > 3
-    assert outcome.logged[0]["environment_failures"] == 0.0 and outcome.logged[0]["tool_calls"] > 1
+    assert outcome.logged[0]["stopped/failure"] == 0.0 and outcome.logged[0]["tool_calls"] > 1
     if given is not None:
         assert "reward/environment" in outcome.logged[0]

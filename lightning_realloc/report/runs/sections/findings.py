@@ -188,7 +188,7 @@ def _equal_groups(metrics: Metrics) -> Iterator[Json]:
 
 
 def _truncated(metrics: Metrics) -> Iterator[Json]:
-    level = _level(metrics.get("truncated"))
+    level = _level(metrics.get("stopped/length"))
     if level is not None and level[0] > TRUNCATED_SHARE:
         text = f"{quantity(level[0], 'share')} of the responses {level[1]} reach max_new_tokens."
         advice = "Raise max_new_tokens, ask for shorter answers, or check that the model ends its responses (EOS)."

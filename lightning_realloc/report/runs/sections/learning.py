@@ -44,7 +44,7 @@ _CHARTS = (
     _Chart("kl", "KL divergence", "nats", r".*/kl|kl|kl_k[123]|.*/behaviour_kl"),
     _Chart("entropy", "Entropy", "nats per token", r"(.*/)?entropy"),
     _Chart("length", "Response length", "tokens", r"(val/)?response_length"),
-    _Chart("truncated", "Finished and truncated responses", "share", r"(val/)?(finished|truncated)"),
+    _Chart("stopped", "What ended the responses", "share", r"(val/)?stopped/.*"),
     _Chart("equal-rewards", "Groups with equal rewards", "share", r"(val/)?frac_reward_zero_std"),
     _Chart("reward-std", "Standard deviation of rewards", "", r"(val/)?(reward|score)_std"),
     _Chart("failed-rewards", "Samples without a reward", "share", r"(val/)?reward_failures/.*"),
