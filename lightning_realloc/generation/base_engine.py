@@ -6,10 +6,11 @@ An engine itself completes these samples. Other calls see their progress, and ge
 from __future__ import annotations
 
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
@@ -27,6 +28,7 @@ from lightning_realloc.generation.loop.environment import Conversation, Environm
 from lightning_realloc.generation.loop.requests import Requests
 from lightning_realloc.generation.loop.run import GenerationStats
 from lightning_realloc.generation.loop.streaming import CallNotifier, PartialResults
+from lightning_realloc.runtime.messages.environment_waits import WaitMeter
 from lightning_realloc.runtime.messages.flight_record import ActivityProgress
 from lightning_realloc.runtime.model.structure import check_extra_inputs
 
@@ -94,6 +96,8 @@ class Engine(ABC):
         self._version = 0
         self._check_stop_strings = StopStringCheck(tokenizer)
         self._stats = GenerationStats()
+        self.waits = WaitMeter()
+        """Measures how samples wait for their environments, of all generations since `sharing` began."""
 
     @property
     def stats(self) -> GenerationStats:
@@ -178,10 +182,15 @@ class Engine(ABC):
             stop = stop_rule_of(self._model, requests.params, self._tokenizer)
             self._check_stop_strings(requests.params.stop_strings)
             notifier = CallNotifier(samples, on_finished, self._completion, on_tokens)
-            self._stats = self._complete(EngineCall(samples=samples, requests=requests, stop=stop, notifier=notifier))
+            self._stats = self._measured(EngineCall(samples=samples, requests=requests, stop=stop, notifier=notifier))
         notifier.report(samples)
         _warn_of_failures(samples)
         return list(map(self._completion, samples))
+
+    def _measured(self, call: EngineCall) -> GenerationStats:
+        """Complete a call, and return its counts with the seconds of waiting for environments."""
+        before_s = self.waits.idle_s
+        return replace(self._complete(call), waited_s=self.waits.idle_s - before_s)
 
     @abstractmethod
     def _complete(self, call: EngineCall) -> GenerationStats:
@@ -207,6 +216,15 @@ class Engine(ABC):
     def _completion(self, sample: Sample) -> Completion:
         return sample.completion(self._version)
 
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Count the time inside as waiting for environments: for resets and rewards, while nothing is generated."""
+        self.waits.begin_idle(time.monotonic())
+        try:
+            yield
+        finally:
+            self.waits.end_idle(time.monotonic())
+
     # ---- other calls during a generation
     def progress(self) -> ActivityProgress | None:
         """Return the progress of all generations inside `sharing`; None outside. Any thread may call it.
@@ -225,7 +243,7 @@ class Engine(ABC):
     @contextmanager
     def sharing(self, partial_results: PartialResults | None = None) -> Iterator[None]:
         """Share finished responses, and progress, with other calls inside this context."""
-        self.partial_results, self._followed = partial_results, []
+        self.partial_results, self._followed, self.waits = partial_results, [], WaitMeter()
         try:
             yield
         finally:

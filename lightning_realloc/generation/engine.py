@@ -331,6 +331,7 @@ class GenerationEngine(Engine):
             clock=self._wall_clock,
             agree=self._agree,
             asks=group is None or group.index == 0,
+            waits=self.waits,
         )
 
     @property

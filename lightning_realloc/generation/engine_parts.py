@@ -18,6 +18,7 @@ from lightning_realloc.generation.core.plain_decoding import Decoding
 from lightning_realloc.generation.forward.batch_invariant import TileGraphs
 from lightning_realloc.generation.forward.cuda_graphs import CapturedForwards, StepGraphs
 from lightning_realloc.generation.loop.environment import Conversation, Conversations, Environment
+from lightning_realloc.runtime.messages.environment_waits import WaitMeter
 
 if TYPE_CHECKING:
     from lightning_realloc.generation.rebalance.peers import Peers
@@ -99,6 +100,7 @@ def build_conversations(
     clock: Callable[[], float],
     agree: Callable[[Sequence[float]], Sequence[float]] | None,
     asks: bool,
+    waits: WaitMeter,
 ) -> Conversations:
     """Return conversations; where samples move, those that ask on the rank where each began. See `Conversations`."""
     kind: Callable[..., Conversations] = partial(Conversations, asks=asks)
@@ -106,7 +108,7 @@ def build_conversations(
         from lightning_realloc.generation.rebalance.home_conversations import HomeConversations
 
         kind = partial(HomeConversations, peers=rebalancer.peers)
-    return kind(environment, settings, vocabulary=vocabulary, clock=clock, agree=agree)
+    return kind(environment, settings, vocabulary=vocabulary, clock=clock, agree=agree, waits=waits)
 
 
 def check_parts(speculation: object, drafter: object, peers: object, lockstep: object, poll_weights: object) -> None:

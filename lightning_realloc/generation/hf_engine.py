@@ -112,7 +112,7 @@ class HFEngine(Engine):
         finally:
             for module in training:
                 module.training = True
-        return GenerationStats(waited_s=rounds.waited_s, **counts)
+        return GenerationStats(**counts)
 
     def _rounds(self, call: EngineCall) -> Rounds:
         if call.requests.environment is not None and tensor_parallel_group(self._model) is not None:
@@ -120,7 +120,7 @@ class HFEngine(Engine):
                 "an environment cannot be asked under tensor parallelism by engine='hf': each rank would ask "
                 "separately, and continue with another answer; generate in a layout with tp=1"
             )
-        return Rounds(call.longest_first(), call.requests, call.notifier)
+        return Rounds(call.longest_first(), call.requests, call.notifier, waits=self.waits)
 
     def _pads(self, samples: Sequence[Sample]) -> bool:
         """Return whether sequences of different lengths may share a batch; checked once, when there are any.

@@ -11,7 +11,7 @@ from lightning_realloc.tuning.timeline.picture import Bar, BarKind, Lane, lay_ou
 
 MAX_RANKS_OF_IMAGE = 64
 """Ranks that a picture in loggers shows, the first ones; the record has all. A larger number takes longer to draw."""
-_KINDS: dict[str, BarKind] = {"call": "call", "move": "move", "wait": "wait"}
+_KINDS: dict[str, BarKind] = {"call": "call", "move": "move", "wait": "wait", "environment": "environment"}
 
 
 def detailed_steps(session: Session) -> list[int]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lightning_realloc.recording.pieces import PieceKind, TimePiece, seconds_by_name, total_seconds
+from lightning_realloc.runtime.messages.environment_waits import WaitingOverTime
 
 FORMAT = 1
 """Version of the files of a record; a reader refuses larger ones."""
@@ -30,6 +31,14 @@ class WeightMove(NamedTuple):
     """Bytes that ranks needed and did not hold, over all ranks."""
 
 
+class CallWaits(NamedTuple):
+    """Samples of a generating call that waited for their environments."""
+
+    call: str
+    samples: WaitingOverTime
+    """Times on the clock of the run's record."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationRecord:
     """One iteration of one rank."""
@@ -50,6 +59,8 @@ class IterationRecord:
     """Energy of the rank's device in joules; None where it is unknown."""
     pieces: tuple[TimePiece, ...] | None = None
     """The pieces in order; None if only the seconds are kept."""
+    waiting: tuple[CallWaits, ...] = ()
+    """Samples of each generating call that waited for environments; empty without any, and without pieces."""
 
     @classmethod
     def from_pieces(
@@ -92,6 +103,11 @@ class IterationRecord:
             content["pieces"] = [
                 [one.name, one.kind, round(one.start, _DIGITS), round(one.seconds, _DIGITS)] for one in self.pieces
             ]
+        if self.waiting:
+            content["waiting"] = [
+                [call, round(one.begin, _DIGITS), one.bin_s, [round(mean, 2) for mean in one.means]]
+                for call, one in self.waiting
+            ]
         return content
 
     @classmethod
@@ -108,6 +124,7 @@ class IterationRecord:
             peak_bytes={call: int(size) for call, size in content.get("peak_bytes", {}).items()},
             energy_j=content.get("energy_j"),
             pieces=None if pieces is None else tuple(_piece_from_json(*values) for values in pieces),
+            waiting=tuple(_waits_from_json(*values) for values in content.get("waiting", ())),
         )
 
 
@@ -117,6 +134,10 @@ def _move_from_json(seconds: float, bytes_moved: int, bytes_minimum: int) -> Wei
 
 def _piece_from_json(name: str, kind: PieceKind, start: float, seconds: float) -> TimePiece:
     return TimePiece(str(name), kind, float(start), float(seconds))
+
+
+def _waits_from_json(call: str, begin: float, bin_s: float, means: Sequence[float]) -> CallWaits:
+    return CallWaits(str(call), WaitingOverTime(float(begin), float(bin_s), tuple(map(float, means))))
 
 
 def is_detailed(number: int) -> bool:

@@ -9,12 +9,14 @@ from typing import Literal, get_args
 
 from lightning_realloc.runtime.messages.flight_record import Activity, ActivityKind
 
-PieceKind = Literal["call", "move", "offload", "wait", "save", "other", "host"]
+PieceKind = Literal["call", "move", "offload", "wait", "environment", "save", "other", "host"]
 """Kinds of activities, and ``host``: code between two activities, such as Lightning's loops, callbacks and loggers."""
 HOST = "between calls"
 """Name of a piece outside of all activities."""
 WAITING = "waiting"
 """Name of a piece in which a call waits for other ranks, where its activity tells no more."""
+ENVIRONMENTS = "waiting for environments"
+"""Name of a piece in which a call generates nothing because its samples wait for their environments."""
 assert {*get_args(ActivityKind), "host"} == {*get_args(PieceKind)}
 
 
@@ -49,10 +51,19 @@ def divide_into_pieces(
         end: End in seconds of `time.monotonic`.
         zero: Moment of `time.monotonic` that the pieces' clock starts at.
     """
-    ordered = sorted(activities, key=lambda one: (one.began_at, one.depth))
+    together = [part for one in activities for part in (one, *_environment_waits(one))]
+    ordered = sorted(together, key=lambda one: (one.began_at, one.depth))
     outer = Activity(HOST, begin, -1, seconds=end - begin)
     pieces = (piece for piece in _divide(outer, "host", ordered, begin, end) if piece.seconds > 0)
     return tuple(TimePiece(one.name, one.kind, one.start - zero, one.seconds) for one in _joined(pieces))
+
+
+def _environment_waits(activity: Activity) -> Iterator[Activity]:
+    """Yield the spans in which an activity waited for environments, as activities within it."""
+    waits = activity.environment_waits
+    for begin, seconds in () if waits is None else waits.idle:
+        at = activity.began_at + begin
+        yield Activity(ENVIRONMENTS, at, activity.depth + 1, seconds=seconds, kind="environment")
 
 
 def _divide(

@@ -6,12 +6,12 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, TextIO
 
-from lightning_realloc.recording.iteration_record import IterationRecord, WeightMove
+from lightning_realloc.recording.iteration_record import CallWaits, IterationRecord, WeightMove
 from lightning_realloc.recording.pieces import divide_into_pieces
 from lightning_realloc.remote_output import UploadedText
 from lightning_realloc.remote_path import AnyPath, RemotePath
@@ -168,12 +168,23 @@ class RankRecorder:
         now = time.monotonic()
         pieces = divide_into_pieces(self._activities, self._began_at, now, zero=self._zero)
         record = IterationRecord.from_pieces(
-            step, pieces, is_detailed=is_detailed, moves=self._moves, peak_bytes=self._peaks, energy_j=energy_j
+            step,
+            pieces,
+            is_detailed=is_detailed,
+            moves=self._moves,
+            peak_bytes=self._peaks,
+            energy_j=energy_j,
+            waiting=tuple(self._waiting()) if is_detailed else (),
         )
         self._lines.write(record.to_json())
         self._began_at, self._moves, self._peaks = now, {}, {}
         self._activities.clear()
         return record
+
+    def _waiting(self) -> Iterator[CallWaits]:
+        for one in self._activities:
+            if one.environment_waits is not None:
+                yield CallWaits(one.name, one.environment_waits.shifted(one.began_at - self._zero).samples)
 
     def close(self) -> None:
         """Stop collecting."""

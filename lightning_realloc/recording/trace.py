@@ -7,17 +7,24 @@ measured run or the prediction, and a thread is a rank.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_realloc.output_files import write_text
 from lightning_realloc.recording.events import PlanPredicted
+from lightning_realloc.recording.iteration_record import CallWaits
 from lightning_realloc.recording.reader import RunRecord, Session, read_run
 
 _MEASURED, _PREDICTED = 1, 2
 """Numbers of the trace's processes."""
-_COLORS = {"call": "thread_state_running", "move": "rail_animation", "offload": "rail_load", "wait": "white"}
+_COLORS = {
+    "call": "thread_state_running",
+    "move": "rail_animation",
+    "offload": "rail_load",
+    "wait": "white",
+    "environment": "rail_idle",
+}
 """Kind of a piece -> name of a color; other kinds are grey."""
 
 
@@ -46,6 +53,7 @@ def trace_events(run: RunRecord) -> Iterator[dict[str, Any]]:
                     _MEASURED, rank, piece.name, piece.kind, piece.start, piece.seconds, {"step": iteration.step}
                 )
             yield from _memory(rank, iteration.end, iteration.peak_bytes)
+            yield from _waiting(rank, iteration.waiting)
     predictions = [event for event in session.events if isinstance(event, PlanPredicted)]
     predictions = [one for one in predictions if one.has_seconds_of(session.started.devices)]
     if predictions:
@@ -85,6 +93,18 @@ def _memory(rank: int, moment: float, peak_bytes: Mapping[str, int]) -> Iterator
         peak = {"GiB": round(max(peak_bytes.values()) / 2**30, 3)}
         name = f"peak memory of rank {rank}, GiB"
         yield _event("C", _MEASURED, rank, name, peak) | {"ts": _microseconds(moment)}
+
+
+def _waiting(rank: int, waiting: Sequence[CallWaits]) -> Iterator[dict[str, Any]]:
+    """Yield the number of samples that wait for environments, where it changes."""
+    for _, samples in waiting:
+        last = 0.0
+        for place, mean in enumerate((*samples.means, 0.0)):
+            if mean != last:
+                moment = samples.begin + place * samples.bin_s
+                counter = _event("C", _MEASURED, rank, f"samples of rank {rank} that wait", {"samples": round(mean, 2)})
+                yield counter | {"ts": _microseconds(moment)}
+            last = mean
 
 
 def _names(process: int, name: str, ranks: list[int]) -> Iterator[dict[str, Any]]:

@@ -122,10 +122,18 @@ def test_seconds_without_a_sample_to_generate_are_counted() -> None:
         return [1, 2] if turn.number < 3 else None
 
     engine = engine_of(exact_model())
-    engine.generate(PROMPTS[:1], SAMPLED, environment=answer, conversation=ENDLESS)
-    assert engine.stats.waited_s >= 0.09  # two or three answers, while nothing else runs
-    engine.generate(PROMPTS[:1], SAMPLED)
-    assert engine.stats.waited_s == 0.0
+    with engine.sharing():
+        engine.generate(PROMPTS[:1], SAMPLED, environment=answer, conversation=ENDLESS)
+        assert engine.stats.waited_s >= 0.09  # two or three answers, while nothing else runs
+        waits = engine.waits.waits()
+        assert waits is not None and waits.idle_s == pytest.approx(engine.stats.waited_s)
+        sample_s = sum(waits.samples.means) * waits.samples.bin_s
+        assert 0.99 * waits.idle_s <= sample_s <= 2.01 * waits.idle_s + 0.2  # of two samples
+        engine.generate(PROMPTS[:1], SAMPLED)
+        assert engine.stats.waited_s == 0.0
+    with engine.sharing():
+        engine.generate(PROMPTS[:1], SAMPLED)
+        assert engine.waits.waits() is None
 
 
 @pytest.mark.parametrize("max_cache_bytes", [None, 200_000])

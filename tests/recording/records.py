@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lightning_realloc.recording.events import MEASURED_PASSES, Event, PlanPredicted, RunStarted, event_to_json
-from lightning_realloc.recording.iteration_record import FORMAT, IterationRecord, WeightMove
+from lightning_realloc.recording.iteration_record import FORMAT, CallWaits, IterationRecord, WeightMove
 from lightning_realloc.recording.pieces import HOST, TimePiece
 from lightning_realloc.recording.rank_recorder import EVENTS_FILE, METRICS_FILE, JsonLines, rank_file
+from lightning_realloc.runtime.messages.environment_waits import WaitingOverTime
 from lightning_realloc.tuning.timeline.call_timeline import TimelineEntry
 
 PREDICTION = PlanPredicted(
@@ -30,7 +31,7 @@ def started(*, unix_s: float = 1000.0, step: int = 0, ranks: int = 2, version: i
 
 
 def iteration(step: int, start: float, *, is_detailed: bool = True) -> IterationRecord:
-    """Return an iteration of one second."""
+    """Return an iteration of one second, in which two samples wait for environments from 0.25 s on, then one."""
     pieces = (
         TimePiece("waiting for data of rank 1", "wait", start, 0.1),
         TimePiece("-> actor.generate", "move", start + 0.1, 0.1),
@@ -41,6 +42,7 @@ def iteration(step: int, start: float, *, is_detailed: bool = True) -> Iteration
     return IterationRecord.from_pieces(
         step, pieces, is_detailed=is_detailed, moves={"actor.generate": WeightMove(0.1, 2000, 1000)},
         peak_bytes={"actor.generate": 300, "actor.train": 400},
+        waiting=(CallWaits("actor.generate", WaitingOverTime(start + 0.25, 0.05, (2.0, 2.0, 1.0, 0.0))),),
     )  # fmt: skip
 
 

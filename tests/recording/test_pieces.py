@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_realloc.recording.pieces import (
+    ENVIRONMENTS,
     HOST,
     WAITING,
     TimePiece,
@@ -16,6 +17,7 @@ from lightning_realloc.recording.pieces import (
     seconds_by_name,
     total_seconds,
 )
+from lightning_realloc.runtime.messages.environment_waits import EnvironmentWaits, WaitingOverTime
 from lightning_realloc.runtime.messages.flight_record import Activity
 
 
@@ -45,6 +47,21 @@ def test_waiting_without_an_activity_of_its_own_ends_the_call() -> None:
         TimePiece("actor.generate", "call", 0.0, 2.5),
         TimePiece(WAITING, "wait", 2.5, 1.5),
     )
+
+
+def test_spans_of_waiting_for_environments_are_pieces_within_their_call() -> None:
+    samples = WaitingOverTime(begin=0.0, bin_s=0.5, means=(1.0,) * 6)
+    waits = EnvironmentWaits(((0.5, 1.0), (2.0, 0.75)), samples)  # from the call's beginning, at 1 second
+    generation = Activity("actor.generate", 1.0, 0, seconds=4.0, kind="call", environment_waits=waits)
+    pieces = divide_into_pieces([generation], 1.0, 5.0)
+    assert pieces == (
+        TimePiece("actor.generate", "call", 1.0, 0.5),
+        TimePiece(ENVIRONMENTS, "environment", 1.5, 1.0),
+        TimePiece("actor.generate", "call", 2.5, 0.5),
+        TimePiece(ENVIRONMENTS, "environment", 3.0, 0.75),
+        TimePiece("actor.generate", "call", 3.75, 1.25),
+    )
+    assert seconds_by_name(pieces) == {"call": {"actor.generate": 2.25}, "environment": {ENVIRONMENTS: 1.75}}
 
 
 def test_activities_are_cut_at_the_borders_of_an_iteration() -> None:

@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
 import pytest
 
-from lightning_realloc.recording.iteration_record import WeightMove
+from lightning_realloc.recording.iteration_record import IterationRecord, WeightMove
+from lightning_realloc.recording.pieces import ENVIRONMENTS
 from lightning_realloc.recording.rank_recorder import RankRecorder
+from lightning_realloc.runtime.messages.environment_waits import EnvironmentWaits, WaitingOverTime
 from lightning_realloc.runtime.messages.flight_record import FlightRecord
+
+
+def test_samples_that_wait_for_environments_are_recorded_with_pieces_alone(tmp_path: Path) -> None:
+    record, zero = FlightRecord(), time.monotonic()
+    recorder = RankRecorder(tmp_path / "rank_0.jsonl", record, zero)
+    for step, is_detailed in ((1, True), (2, False)):
+        with record.during("actor.generate", kind="call"):
+            begin = time.monotonic()
+            samples = WaitingOverTime(begin=begin, bin_s=0.01, means=(2.0, 0.5))
+            time.sleep(0.002)
+            record.add_environment_waits(EnvironmentWaits(((begin, 0.001),), samples))
+        made = recorder.end_iteration(step, is_detailed=is_detailed)
+        assert made.seconds["environment"] == {ENVIRONMENTS: pytest.approx(0.001)}
+        if is_detailed:
+            ((call, shown),) = made.waiting
+            assert (call, shown.means) == ("actor.generate", (2.0, 0.5))
+            assert shown.begin == pytest.approx(begin - zero)
+    recorder.close()
+    first, second = map(json.loads, (tmp_path / "rank_0.jsonl").read_text().splitlines())
+    assert first["waiting"] == [["actor.generate", pytest.approx(begin - zero, abs=1.0), 0.01, [2.0, 0.5]]]
+    assert IterationRecord.from_json(first).waiting[0].samples.means == (2.0, 0.5)
+    assert "waiting" not in second and IterationRecord.from_json(second).waiting == ()
 
 
 def test_a_validation_is_in_no_iteration(tmp_path: Path) -> None:

@@ -27,5 +27,11 @@ def test_recorded_and_predicted_slices_share_a_clock(tmp_path: Path) -> None:
         ("-> actor.generate", 1, 2.1e6, 1e5),
         ("actor.train", 1, 2.3e6, 6e5),
     }
-    peaks = [event["args"]["GiB"] for event in events if event["ph"] == "C"]
-    assert len(peaks) == 6
+    counters = [event["args"] for event in events if event["ph"] == "C"]
+    assert len([one for one in counters if "GiB" in one]) == 6
+    waiting = [event for event in events if event["name"] == "samples of rank 1 that wait"]
+    assert [(event["ts"], event["args"]["samples"]) for event in waiting[:3]] == [
+        (2.5e5, 2.0),
+        (3.5e5, 1.0),
+        (4e5, 0.0),
+    ]

@@ -52,7 +52,8 @@ class EpisodeDialogue(Dialogue):
         self, prompts: Samples, samples: Samples, sampling: SamplingParams
     ) -> tuple[Sequence[ModelInput], SamplingParams]:
         """Return the prompts that the environments give: one per sample, unless those of a row are alike."""
-        inputs, n = self.engine.on_first_rank(lambda: self.environment.begin(samples)), sampling.n
+        with self.engine.idle():
+            inputs, n = self.engine.on_first_rank(lambda: self.environment.begin(samples)), sampling.n
         keys = [each.prompt_key for each in inputs]
         if all(keys[place] == keys[place - place % n] for place in range(len(keys))):
             return inputs[::n], sampling
@@ -60,11 +61,13 @@ class EpisodeDialogue(Dialogue):
 
     def resume(self, samples: Samples, completions: Sequence[Completion]) -> None:
         """Bring environments to the state of unfinished responses."""
-        self.engine.on_first_rank(lambda: self.environment.resume(samples, completions))
+        with self.engine.idle():
+            self.engine.on_first_rank(lambda: self.environment.resume(samples, completions))
 
     def finish(self, completions: Sequence[Completion]) -> tuple[Sequence[Completion], Mapping[str, Column]]:
         """Return the final completions, with their prompts, rewards and conversations."""
-        settled, columns = self.engine.on_first_rank(lambda: self.environment.finish(completions, self.functions))
+        with self.engine.idle():
+            settled, columns = self.engine.on_first_rank(lambda: self.environment.finish(completions, self.functions))
         prompts = Ragged.from_list([completion.prompt for completion in settled], dtype=torch.int64)
         return settled, {**super().finish(settled)[1], "prompt_ids": prompts, **columns}
 

@@ -24,6 +24,7 @@ from lightning_realloc.generation.core.params import check_counts, check_kind
 from lightning_realloc.generation.core.sample import FinishReason, Sample
 from lightning_realloc.generation.loop.asking import call
 from lightning_realloc.runtime.event_loop import EventLoop
+from lightning_realloc.runtime.messages.environment_waits import WaitMeter
 from lightning_realloc.runtime.messages.plain_data import decode_value, encode_value
 from lightning_realloc.setting_hints import suggest_settings
 
@@ -155,6 +156,7 @@ class Conversations:
         agree: In a tensor-parallel group, whose ranks hold the same samples: returns the first rank's numbers on all of
             them. `answers` is then collective while questions are open. None: no group.
         asks: Whether this rank asks; of a group, the first rank alone.
+        waits: Measures how samples wait; None: nothing reads it.
         bound: Bound on the answers that are computed at a time; None: one of its own.
     """
 
@@ -167,6 +169,7 @@ class Conversations:
         clock: Callable[[], float],
         agree: Agree | None = None,
         asks: bool = True,
+        waits: WaitMeter | None = None,
         bound: asyncio.Semaphore | None = None,
     ) -> None:
         self._environment = environment
@@ -175,6 +178,7 @@ class Conversations:
         self.clock = clock
         """Returns seconds, by which deadlines are counted."""
         self._agree, self._asks = agree, asks
+        self._waits = waits or WaitMeter()
         self._may_run = bound or asyncio.Semaphore(self._settings.max_concurrent)
         self._asked: dict[int, Question] = {}
         self._received: list[tuple[Question, Answer | None]] = []
@@ -214,6 +218,7 @@ class Conversations:
     def ask_about(self, index: int, turn: Turn) -> None:
         """Ask for the tokens after a turn; `answers` returns them under this index."""
         question = self._asked[index] = Question(turn.number)
+        self._waits.count(self.clock(), len(self._asked))
         if self._asks:
             self._begin(index, question, turn)
 
@@ -224,7 +229,14 @@ class Conversations:
             answers = first_ranks(answers or None, self._agree) or []
         for answer in answers:
             del self._asked[answer.index]
+        if answers:
+            self._waits.count(self.clock(), len(self._asked))
         return answers
+
+    def mark_idle(self, is_idle: bool) -> None:
+        """Record whether nothing is generated from now on while questions are open."""
+        mark = self._waits.begin_idle if is_idle and self._asked else self._waits.end_idle
+        mark(self.clock())
 
     def wait(self, most_s: float) -> None:
         """Return once there is an answer, a deadline passes, or ``most_s`` seconds have passed.
@@ -239,11 +251,11 @@ class Conversations:
 
     def close(self) -> None:
         """Forget all open questions."""
-        for index in list(self._asked):
-            self._forget(index)
-
-    def _forget(self, index: int) -> None:
-        _cancel(self._asked.pop(index))
+        for question in self._asked.values():
+            _cancel(question)
+        self._asked.clear()
+        self._waits.count(self.clock(), 0)
+        self._waits.end_idle(self.clock())
 
     def _begin(self, index: int, question: Question, turn: Turn) -> None:
         question.future = EVENT_LOOP.submit(self._answer(index, question, turn))

@@ -17,6 +17,7 @@ from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.loop.environment import Conversations, check_environment
 from lightning_realloc.generation.loop.requests import Requests
 from lightning_realloc.generation.loop.streaming import CallNotifier
+from lightning_realloc.runtime.messages.environment_waits import WaitMeter
 
 
 class TurnCompletion(Protocol):
@@ -37,6 +38,7 @@ class Rounds:
         samples: Samples to complete, in the order in which their turns should begin.
         requests: Arguments of the call, with its environment.
         notifier: Reports finished samples.
+        waits: Measures how samples wait; None: nothing reads it.
 
     Raises:
         GenerationError: for an environment or a conversation that cannot be used.
@@ -48,6 +50,7 @@ class Rounds:
         requests: Requests,
         notifier: CallNotifier,
         *,
+        waits: WaitMeter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_environment(requests.environment, requests.conversation)
@@ -55,10 +58,8 @@ class Rounds:
         self._conversations: Conversations | None = None
         if requests.environment is not None:
             self._conversations = Conversations(
-                requests.environment, requests.conversation, vocabulary=requests.vocabulary, clock=clock
+                requests.environment, requests.conversation, vocabulary=requests.vocabulary, clock=clock, waits=waits
             )
-        self.waited_s = 0.0
-        """Seconds in which nothing was generated because answers were waited for."""
         self._index_of = {sample.sample_id: index for index, sample in enumerate(samples)}
 
     def run(self, complete_turns: TurnCompletion) -> None:
@@ -91,10 +92,10 @@ class Rounds:
                 end = min(end, self._clock() + most_s)
             left_s = end - self._clock()
             if not conversations.waiting or left_s <= 0:
+                conversations.mark_idle(False)
                 return [self._samples[index] for index in sorted(ready)]
-            begin = self._clock()
+            conversations.mark_idle(True)
             conversations.wait(left_s)
-            self.waited_s += self._clock() - begin
 
     def _take_answers(self, conversations: Conversations) -> set[int]:
         """Add answers to their samples, finish those that the environment ended or failed, and return the others."""

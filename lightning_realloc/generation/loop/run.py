@@ -141,7 +141,6 @@ class GenerationRun:
         """Samples that finished here, in this order."""
         self._counts: Counter[str] = Counter()
         """Values of `GenerationStats` by field."""
-        self._waited_s = 0.0
         self._in_flight: tuple[list[Sample], bool] | None = None
         """Running samples of the submitted step, and whether it reads prompts; None between two steps."""
         self._session = ExitStack()
@@ -178,7 +177,7 @@ class GenerationRun:
     def stats(self) -> GenerationStats:
         """Return the counts so far."""
         of_executor = {"cache_bytes": self.executor.cache_bytes, "capture_s": self.executor.capture_s}
-        counts = {**self._counts, **self.decoding.counts(), **of_executor, "waited_s": self._waited_s}
+        counts = {**self._counts, **self.decoding.counts(), **of_executor}
         return GenerationStats(**counts)  # type: ignore[arg-type]
 
     def weights_updated(self, before: int) -> None:
@@ -198,13 +197,13 @@ class GenerationRun:
         self.scheduler.batch_prefills(is_worthwhile=self.executor.replays_steps)
         prefills = self._apply(self.scheduler.next_step())
         running = [self.samples[index] for index in self.scheduler.running if index is not None]
+        if self.conversations is not None:
+            self.conversations.mark_idle(not (prefills or running))
         if prefills or running or not self._max_pause_s:
             self.executor.submit(self._make_step(prefills, running))
             self._in_flight = running, bool(prefills)
         elif self.conversations is not None and self.conversations.waiting:
-            begin = self.conversations.clock()
             self.conversations.wait(min(self._budget.seconds_left(), self._max_pause_s))
-            self._waited_s += self.conversations.clock() - begin
 
     def collect_step(self) -> None:
         """Give the running samples the tokens of the submitted step, and stop if the budget is spent."""

@@ -24,6 +24,7 @@ from lightning_realloc.generation.loop.environment import (
 )
 from lightning_realloc.generation.rebalance.peers import Peers
 from lightning_realloc.runtime.messages.codec import decode_message, encode_message
+from lightning_realloc.runtime.messages.environment_waits import WaitMeter
 from lightning_realloc.runtime.messages.mailbox import MAX_PAUSE_S, FrameKind
 
 
@@ -42,9 +43,10 @@ class HomeConversations(Conversations):
         vocabulary: int,
         clock: Callable[[], float],
         agree: Agree | None = None,
+        waits: WaitMeter | None = None,
         peers: Peers,
     ) -> None:
-        super().__init__(environment, settings, vocabulary=vocabulary, clock=clock, agree=agree)
+        super().__init__(environment, settings, vocabulary=vocabulary, clock=clock, agree=agree, waits=waits)
         self._peers = peers
         self._of_peers = Conversations(environment, settings, vocabulary=vocabulary, clock=clock, bound=self._may_run)
         """Questions of peers, by their number."""

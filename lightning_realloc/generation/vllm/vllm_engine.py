@@ -102,9 +102,8 @@ class VLLMEngine(Engine):
             counts["prefill_tokens"] += sum(len(request.prompt) for request in asked)
             counts["num_steps"] += self.service.generate(self._model, asked, sampling, accept) if asked else 0
 
-        rounds = Rounds(call.longest_first(), call.requests, call.notifier)
-        rounds.run(complete_turns)
-        return GenerationStats(row_steps=counts["generated_tokens"], waited_s=rounds.waited_s, **counts)
+        Rounds(call.longest_first(), call.requests, call.notifier, waits=self.waits).run(complete_turns)
+        return GenerationStats(row_steps=counts["generated_tokens"], **counts)
 
 
 def _connect(

@@ -27,7 +27,7 @@ _SEEDS = ("seed", "seed_everything")
 _OUTPUTS = ("default_root_dir", "save_dir", "dirpath", "path", "version", "ckpt_path")
 """Settings of the Trainer, its loggers and callbacks that name folders to write to."""
 _NOT_COMPARED = (
-    r"seconds/.*|capture_s/.*|environment_(wait_s/.*|s)|tool_s/.*|reallocation_.*|response_length/(min|max)|"
+    r"seconds/.*|capture_s/.*|environment_s|waiting_share/.*|tool_s/.*|reallocation_.*|response_length/(min|max)|"
     r"peak_memory_GiB|tuner/.*|lr-.*"
 )
 MAX_COMPARED_CHARTS = 40

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_realloc.recording.iteration_record import IterationRecord
-from lightning_realloc.recording.pieces import HOST, WAITING
+from lightning_realloc.recording.pieces import ENVIRONMENTS, HOST, WAITING
 from lightning_realloc.recording.reader import RunRecord
 from lightning_realloc.report.runs.series import Values
 
@@ -176,4 +176,4 @@ def purpose_of(kind: str, name: str) -> Purpose:
     """Return the purpose that a piece counts for: calls and moves by name, other kinds as a whole."""
     if kind in ("call", "move"):
         return kind, name
-    return kind, {"wait": WAITING, "host": HOST}.get(kind, kind)
+    return kind, {"wait": WAITING, "environment": ENVIRONMENTS, "host": HOST}.get(kind, kind)

@@ -9,9 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
+from lightning_realloc.runtime.messages.environment_waits import EnvironmentWaits
+
 T = TypeVar("T")
-ActivityKind = Literal["call", "move", "offload", "wait", "save", "other"]
-"""Kind of an activity: a model function call, moving weights, offloading them, waiting for other ranks, saving."""
+ActivityKind = Literal["call", "move", "offload", "wait", "environment", "save", "other"]
+"""Kind of an activity: a model function call, moving weights, offloading them, waiting for other ranks, waiting for
+environments, saving."""
 CAPACITY = 400
 """Activities that are kept: those of tens of iterations, in less than 100 kB."""
 
@@ -52,6 +55,8 @@ class Activity:
     """Kind of the time outside of the activities within it."""
     waited_s: float = 0.0
     """Seconds of waiting within it that are no activity of their own."""
+    environment_waits: EnvironmentWaits | None = None
+    """Waiting for environments within it, from its beginning; None without any."""
     read_progress: Callable[[], ActivityProgress | None] | None = None
     """Returns its progress, to any thread; None if it reports none, and after its end."""
     parts: ActivityProgress | None = None
@@ -125,6 +130,11 @@ class FlightRecord:
         """Count seconds of waiting that were measured elsewhere for the innermost activity."""
         if self._open:
             self._open[-1].waited_s += seconds
+
+    def add_environment_waits(self, waits: EnvironmentWaits) -> None:
+        """Record the innermost activity's waiting for environments, on the clock of `time.monotonic`."""
+        if self._open:
+            self._open[-1].environment_waits = waits.shifted(-self._open[-1].began_at)
 
     # ---- progress of the innermost activity
     def follow(self, read_progress: Callable[[], ActivityProgress | None]) -> None:

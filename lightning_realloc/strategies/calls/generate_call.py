@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from lightning_realloc.batch.samples import Divided, Samples
@@ -38,8 +39,13 @@ class GenerateCalls:
         try:
             reading = self._context.reading(call, replica, keeps_merged=self._engines.keeps_caches)
             with reading, engine.sharing(shared):
+                began_at = time.monotonic()
                 made: Samples | Divided = self._context.method_of(call)(engine, prompts)
+                seconds = time.monotonic() - began_at
             self._engines.send_history(replica_engine, data.run, data.index(call))
+            if (waits := engine.waits.waits()) is not None:
+                self._context.mailbox.record.add_environment_waits(waits)
+                data.report.maxima[f"waiting_share/{call.name}"] = waits.idle_s / seconds
             self._record_metrics(call.name, replica, replica_engine, data.report)
             self._idle.add(replica_engine.seconds_waited)
             if replica_engine.updates is not None:
@@ -72,8 +78,6 @@ class GenerateCalls:
             report.sums[f"preemptions/{call}"] = float(stats.num_preemptions)
         if self._context.device.type == "cuda" and "captures" in generator.engine.capabilities:
             report.maxima[f"capture_s/{call}"] = stats.capture_s
-        if stats.waited_s:
-            report.maxima[f"environment_wait_s/{call}"] = stats.waited_s
         if moved is not None:
             report.sums[f"moved_samples/{call}"] = float(moved.num_received)
         if generator.updates is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-Tone = Literal["text", "axis", "on bar", "lane", "wait", "other", "move", "grid"]
+Tone = Literal["text", "axis", "on bar", "lane", "wait", "environment", "other", "move", "grid"]
 Anchor = Literal["start", "middle", "end"]
 LIGHT: Mapping[str, str] = {
     "text": "#333333",
@@ -18,6 +18,7 @@ LIGHT: Mapping[str, str] = {
     "on bar": "#ffffff",
     "lane": "#f4f4f4",
     "wait": "#d8d8d8",
+    "environment": "#e3b8d6",
     "other": "#bbbbbb",
     "move": "#e0b400",
     "grid": "#dddddd",
@@ -28,6 +29,7 @@ DARK: Mapping[str, str] = {
     "axis": "#aaaaaa",
     "lane": "#262626",
     "wait": "#444444",
+    "environment": "#7a4468",
     "other": "#666666",
     "grid": "#3a3a3a",
 }

@@ -12,7 +12,7 @@ from typing import Literal
 
 from lightning_realloc.tuning.timeline.drawing import Box, Drawing, Label, Shape
 
-BarKind = Literal["call", "move", "wait", "other"]
+BarKind = Literal["call", "move", "wait", "environment", "other"]
 COLORS = ("#3b78b5", "#d98324", "#4c9a5b", "#a05fa8", "#b8513c", "#2f9aa0", "#8a7a3a", "#6b6fc4")
 """Fill colors of calls, in the order in which they first appear; distinct under all common color vision deficiencies
 by hue and lightness. Further calls begin again."""
@@ -98,7 +98,8 @@ def _legend(colors: dict[str, str], lanes: Sequence[Lane], y: int) -> Iterator[t
     """Yield (line, entry) for every call and every other kind of bar."""
     kinds = {bar.kind for lane in lanes for bar in lane.bars}
     entries = list(colors.items())
-    names = {"move": "moving weights", "wait": "waiting", "other": "anything else"}
+    names = {"move": "moving weights", "wait": "waiting", "environment": "waiting for environments"}
+    names |= {"other": "anything else"}
     entries += [(name, kind) for kind, name in names.items() if kind in kinds]
     x, line = LEFT, 0
     for name, color in entries:

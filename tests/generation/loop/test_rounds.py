@@ -16,6 +16,7 @@ from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.loop.requests import Requests
 from lightning_realloc.generation.loop.rounds import Rounds
 from lightning_realloc.generation.loop.streaming import CallNotifier
+from lightning_realloc.runtime.messages.environment_waits import WaitMeter
 
 OnEnded = Callable[[Sequence[Sample]], None]
 
@@ -32,9 +33,9 @@ class Call:
         requests = Requests(
             128, {}, (), SamplingParams(), environment=environment, conversation=Conversation(deadline_s=10.0)
         )
-        self._rounds = Rounds(
-            self.samples, requests, CallNotifier(self.samples, self._finish, _completion), clock=clock
-        )
+        self.waits = WaitMeter()
+        notifier = CallNotifier(self.samples, self._finish, _completion)
+        self._rounds = Rounds(self.samples, requests, notifier, waits=self.waits, clock=clock)
 
     def _finish(self, completion: Completion) -> None:
         self.finished.append(completion.sample_id)
@@ -91,6 +92,20 @@ def test_a_round_waits_for_answers_that_come_within_the_time_of_the_last_round()
     call.run(during_round)
     assert call.rounds == [[0, 1, 2]] * 3
     assert all(sample.turn == 3 and sample.finish_reason == "environment" for sample in call.samples)
+
+
+def test_the_time_between_two_rounds_is_waiting_and_samples_wait_during_rounds_too() -> None:
+    def environment(turn: Turn) -> list[int] | None:
+        time.sleep(0.03)
+        return [5] if turn.number < 2 else None
+
+    call = Call(environment, count=1)
+    call.run(lambda number: time.sleep(0.01))
+    waits = call.waits.waits()
+    assert waits is not None
+    sample_s = sum(waits.samples.means) * waits.samples.bin_s
+    assert sample_s >= 0.06 and waits.idle_s >= 0.03  # two answers, of which a third falls into a round
+    assert sample_s - waits.idle_s == pytest.approx(0.02, abs=0.01)
 
 
 def test_a_deadline_that_passes_during_a_round_ends_the_sample_although_its_answer_is_there() -> None:

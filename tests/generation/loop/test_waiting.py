@@ -70,8 +70,8 @@ class SimulatedConversations:
     def waiting(self) -> bool:
         return bool(self._due)
 
-    def goes_on_after(self, sample: Sample) -> bool:
-        return True
+    def mark_idle(self, is_idle: bool) -> None:
+        pass
 
     def ask(self, index: int, sample: Sample) -> bool:
         sample.finish_reason = None

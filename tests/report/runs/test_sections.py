@@ -8,7 +8,8 @@ import pytest
 
 from lightning_realloc.recording.events import DATA_SHEETS, PlanInstalled, Validated
 from lightning_realloc.recording.iteration_record import IterationRecord
-from lightning_realloc.recording.pieces import WAITING, TimePiece
+from lightning_realloc.recording.pieces import ENVIRONMENTS, WAITING, TimePiece
+from lightning_realloc.recording.rank_recorder import JsonLines, rank_file
 from lightning_realloc.recording.reader import RunRecord, Session
 from lightning_realloc.report.runs.charts import Json, quantity
 from lightning_realloc.report.runs.page import page_data
@@ -89,6 +90,27 @@ def test_the_predicted_iteration_begins_with_the_first_work_of_the_measured_one(
     assert [0, "-> actor.generate", "move", 0.1, 0.1] in frame["bars"]
     assert [1, "actor.train", "call", pytest.approx(0.3), pytest.approx(0.6)] in frame["predicted"]
     assert lanes["frames"][0]["predicted"], "the plan is the same before its prediction"
+
+
+def test_samples_that_wait_for_environments_are_below_their_rank(folder: Path) -> None:
+    charts = section_of(content_of(folder), "time")["charts"]
+    frame = next(chart for chart in charts if chart["kind"] == "lanes")["frames"][-1]
+
+    assert frame["waiting"] == [[rank, pytest.approx(0.25), 0.05, [2.0, 2.0, 1.0, 0.0]] for rank in (0, 1)]
+
+
+def test_waiting_for_environments_has_advice_of_its_own(tmp_path: Path) -> None:
+    lines = JsonLines(write_run(tmp_path) / "log" / "version_0" / "record" / rank_file(0))
+    lines.write({"rank": {"step": 8, "unix_s": 1000.0}})
+    pieces = (TimePiece("actor.generate", "call", 8.0, 0.5), TimePiece(ENVIRONMENTS, "environment", 8.5, 1.5))
+    for step in range(1, 9):
+        lines.write(IterationRecord.from_pieces(step, pieces, is_detailed=True).to_json())
+    lines.close()
+    section = section_of(content_of(tmp_path), "time")
+
+    assert any("50 % of the time, because they wait for environments" in one for one in section["sentences"])
+    rows = {row[0]: row for row in table_of(content_of(tmp_path), "time", "purposes")["rows"]}
+    assert rows[ENVIRONMENTS][1] == "environment" and rows[ENVIRONMENTS][2]["value"] == pytest.approx(1.5)
 
 
 def test_the_idle_share_is_that_of_waiting(folder: Path) -> None:

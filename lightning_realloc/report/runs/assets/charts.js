@@ -12,8 +12,8 @@ const PLACES = {
   "actor": 0, "critic": 4, "reference": 2, "reward": 5,
 };
 const KINDS = {
-  light: { wait: "#d3dae2", host: "#aab4bf", move: "#4a5866", offload: "#66788a", save: "#66788a", other: "#8795a3" },
-  dark: { wait: "#37424e", host: "#5c6976", move: "#c3ccd6", offload: "#98a6b4", save: "#98a6b4", other: "#7f8d9b" },
+  light: { wait: "#d3dae2", environment: "#e0a8cd", host: "#aab4bf", move: "#4a5866", offload: "#66788a", save: "#66788a", other: "#8795a3" },
+  dark: { wait: "#37424e", environment: "#7d3f69", host: "#5c6976", move: "#c3ccd6", offload: "#98a6b4", save: "#98a6b4", other: "#7f8d9b" },
 };
 const PATTERNS = { move: "/", offload: "\\", save: "x", other: "." };
 const FIRST_FREE_PLACE = 8; // that no call of a model has
@@ -240,14 +240,16 @@ function paintLanes(chart, state) {
   }
   const row = new Map(frame.ranks.map((rank, at) => [rank, at]));
   const has = frame.predicted.length > 0;
-  const order = ["call", "move", "offload", "save", "other", "host", "wait"];
+  const waits = frame.waiting.length > 0;
+  const order = ["call", "environment", "move", "offload", "save", "other", "host", "wait"];
   const sorted = [...groups.values()].sort((a, b) => order.indexOf(a.kind) - order.indexOf(b.kind));
   const calls = [...frame.bars, ...frame.predicted].filter((bar) => bar[2] === "call").map((bar) => bar[1]);
   const colors = distinctColors(calls.sort());
   const traces = sorted.map((group) => barsOf(group.name, group.bars, row, {
-    offset: -0.4, width: has ? 0.52 : 0.8,
+    offset: -0.4, width: has ? (waits ? 0.36 : 0.52) : waits ? 0.5 : 0.8,
     marker: { color: colorOfPiece(group.name, group.kind, colors), pattern: { shape: PATTERNS[group.kind] ?? "", size: 5 } },
   }));
+  if (waits) traces.push(waitingSamples(frame.waiting, row, has ? [-0.02, 0.18] : [0.12, 0.4]));
   const predicted = new Map();
   for (const bar of frame.predicted) predicted.set(bar[1], [...(predicted.get(bar[1]) ?? []), bar]);
   let isFirst = true;
@@ -261,9 +263,24 @@ function paintLanes(chart, state) {
   }
   const ticks = frame.ranks.map((rank) => `rank ${rank}`);
   const yaxis = { tickvals: frame.ranks.map((_, at) => at), ticktext: ticks, autorange: "reversed", zeroline: false };
-  const height = 90 + Math.max(2, frame.ranks.length) * (has ? 44 : 30);
+  const height = 90 + Math.max(2, frame.ranks.length) * (30 + (has ? 14 : 0) + (waits ? 22 : 0));
   const xaxis = { title: { text: "seconds since the iteration began" }, rangemode: "tozero" };
   return { traces, layout: { barmode: "overlay", height, xaxis, yaxis } };
+}
+
+/* Samples that wait for environments, as columns that stand on the lower edge of a part of each rank's lane. */
+function waitingSamples(waiting, row, [top, bottom]) {
+  const most = Math.max(...waiting.flatMap((one) => one[3]));
+  const shown = waiting.flatMap(([rank, begin, seconds, means]) =>
+    means.map((mean, at) => ({ rank, begin: begin + at * seconds, seconds, mean })).filter((one) => one.mean > 0));
+  const heights = shown.map((one) => ((bottom - top) * one.mean) / most);
+  return {
+    type: "bar", orientation: "h", name: `samples that wait, up to ${most.toPrecision(3)}`, y: shown.map((one) => row.get(one.rank)),
+    base: shown.map((one) => one.begin), x: shown.map((one) => one.seconds), offset: heights.map((height) => bottom - height),
+    width: heights, marker: { color: KINDS[theme].environment, line: { width: 0 } }, textposition: "none",
+    text: shown.map((one) => `rank ${one.rank}: ${one.mean.toPrecision(3)} samples wait for environments, after ${one.begin.toPrecision(3)} s`),
+    hovertemplate: "%{text}<extra></extra>",
+  };
 }
 
 function barsOf(name, bars, row, options) {

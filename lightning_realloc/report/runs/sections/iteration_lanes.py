@@ -66,9 +66,13 @@ def _spread(frames: list[_Frame]) -> list[_Frame]:
     """Return at most `MAX_FRAMES` frames with `MAX_BARS` bars, the last one included."""
     if not frames:
         return []
-    bars = max(1, sum(len(one.pieces or ()) for frame in frames for one in frame.ranks.values()) // len(frames))
+    bars = max(1, sum(_num_bars(one) for frame in frames for one in frame.ranks.values()) // len(frames))
     number = max(1, min(len(frames), MAX_FRAMES, MAX_BARS // bars))
     return [frames[len(frames) - 1 - at * len(frames) // number] for at in reversed(range(number))]
+
+
+def _num_bars(iteration: IterationRecord) -> int:
+    return len(iteration.pieces or ()) + sum(len(one.samples.means) for one in iteration.waiting)
 
 
 def _period_of(frame: _Frame, periods: Sequence[PlanPeriod]) -> PlanPeriod | None:
@@ -93,6 +97,11 @@ def _draw(frame: _Frame, period: PlanPeriod | None) -> Json:
         "seconds": seconds,
         "ranks": sorted(frame.ranks),
         "bars": bars,
+        "waiting": [
+            [rank, *rounded((samples.begin - zero, samples.bin_s), 6), rounded(samples.means, 2)]
+            for rank, one in sorted(frame.ranks.items())
+            for _, samples in one.waiting
+        ],
         "predicted": predicted,
         "predicted_from": prediction.source if prediction is not None and predicted else None,
     }

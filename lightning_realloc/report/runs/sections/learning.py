@@ -55,7 +55,8 @@ _CHARTS = (
     _Chart("learning-rate", "Learning rate", "", r"lr-.*|(.*/)?(lr|learning_rate)"),
 )
 _ELSEWHERE = (
-    r"(seconds|capture_s|reallocation_s|reallocation_GB_per_s|hidden_s|preemptions|tokens_per_step|moved_samples)/.*"
+    r"(seconds|capture_s|reallocation_s|reallocation_GB_per_s|hidden_s|preemptions|tokens_per_step|moved_samples"
+    r"|waiting_share)/.*"
     r"|idle_share|tokens_per_s|peak_memory_GiB|tuner/.*|(val/)?response_length/(min|max)"
 )
 """Names of metrics that other sections show."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from lightning_realloc.recording.events import Validated
-from lightning_realloc.recording.pieces import HOST, WAITING
+from lightning_realloc.recording.pieces import ENVIRONMENTS, HOST, WAITING
 from lightning_realloc.recording.reader import RunRecord
 from lightning_realloc.report.runs.charts import (
     TEXT,
@@ -33,7 +33,7 @@ RECORD_IT = "No record of time: train with callbacks=[Timeline()]."
 CLOSE_SHARE = 0.9
 """Share of the costliest call's seconds from which another one is named, too."""
 MUCH_WAITING = 0.2
-"""Mean share of waiting from which advice is about the layouts."""
+"""Mean share of waiting from which advice is about environments, or the layouts."""
 MIN_DRAFTED_WEIGHTS = 1_000_000
 """Weights of a model from which drafts are advised; a step of smaller ones costs hardly more than its drafts."""
 MUCH_HOST, MUCH_MOVING = 0.15, 0.1
@@ -115,6 +115,12 @@ def _advice(run: RunFolder, time: RankTime) -> str:
         f"Over all ranks, {most} takes {quantity(calls.get(most, 0.0), 'share')} of the time, and waiting "
         f"{quantity(waiting, 'share')}"
     )
+    for_environments = shares.get(("environment", ENVIRONMENTS), 0.0)
+    if for_environments > MUCH_WAITING:
+        return (
+            f"Ranks generate nothing for {quantity(for_environments, 'share')} of the time, because they wait for "
+            f"environments: generate more samples at a time, or make the slowest tools faster (tool_s/<name>)."
+        )
     if waiting > MUCH_WAITING:
         return _advice_on_waiting(run, time, waiting, most)
     if host > MUCH_HOST:
@@ -187,7 +193,7 @@ def _seconds_chart(time: RankTime) -> Json:
 
 
 def _order(purpose: Purpose) -> tuple[int, str]:
-    kinds = ("call", "move", "offload", "save", "other", "host", "wait")
+    kinds = ("call", "environment", "move", "offload", "save", "other", "host", "wait")
     return kinds.index(purpose[0]) if purpose[0] in kinds else len(kinds), purpose[1]
 
 
