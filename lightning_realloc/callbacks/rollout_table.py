@@ -11,15 +11,22 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_realloc.batch.json_column import json_values
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.callbacks.loggers.logged_table import Row, Table
 from lightning_realloc.callbacks.loggers.writers import WRITERS, LoggerOutput, logger_writer
 from lightning_realloc.callbacks.run_view import run_view
+from lightning_realloc.environments.columns import CONVERSATION
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.remote_output import require_writable
 from lightning_realloc.remote_path import as_path
 
 _TABLE_NAME = "rollouts"
 """Name of the table in loggers and of its files."""
+
+
+_OF_CONVERSATIONS = ("step", "reward", "score", "finish_reason")
+"""Columns of the table that files of conversations have, too."""
 
 
 class RolloutTable(Callback):
@@ -29,6 +36,9 @@ class RolloutTable(Callback):
     `TrackioLogger` a table, an ``MLFlowLogger`` an artifact ``rollouts/step_0000049.csv`` for each table. The samples
     are those with the lowest ids, so responses to the same prompt follow each other. A logger that cannot be written
     is named in a warning, and training goes on.
+
+    Conversations with environments of messages are texts in the table. Next to a CSV file, ``rollouts.jsonl`` has
+    them as data, which reports show as turns.
 
     Args:
         every_n_steps: Iterations between tables; the first iteration of a run has one, too.
@@ -84,14 +94,24 @@ class RolloutTable(Callback):
         if not trainer.is_global_zero:
             return
         sample_rows: Any = pl_module.sample_rows
-        rows = [row for samples in run_view(trainer).shown for row in sample_rows(samples)]
+        shown = run_view(trainer).shown
+        rows = [row for samples in shown for row in sample_rows(samples)]
         if rows:  # empty if all responses wait for the next iteration
-            self._write(trainer, rows)
+            self._write(trainer, rows, [talk for samples in shown for talk in _conversations(samples)])
 
-    def _write(self, trainer: Trainer, rows: Sequence[Row]) -> None:
+    def _write(self, trainer: Trainer, rows: Sequence[Row], conversations: Sequence[Row]) -> None:
         step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as loggers count the metrics of an iteration
-        table = Table(_TABLE_NAME, tuple({"step": step, **row} for row in rows), step, self._begins_run)
+        rows = [{"step": step, **row} for row in rows]
+        talks = [
+            {**{name: row.get(name) for name in _OF_CONVERSATIONS}, **talk}
+            for row, talk in zip(rows, conversations, strict=bool(conversations))
+        ]
+        table = Table(_TABLE_NAME, tuple(rows), step, self._begins_run, tuple(talks))
         self._begins_run = False
         if self.path is not None:
             self._output.attempt(str(self.path), _TABLE_NAME, table.append_to, self.path)
         self._output.write_table(trainer.loggers, table)
+
+
+def _conversations(samples: Samples) -> Sequence[Row]:
+    return json_values(samples.ragged(CONVERSATION)) if CONVERSATION in samples else ()

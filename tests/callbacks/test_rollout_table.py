@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,12 @@ from torch import Tensor
 
 from lightning_realloc.algorithms.best_of_n import BestOfN
 from lightning_realloc.batch.samples import Samples
-from lightning_realloc.callbacks import RolloutTable
+from lightning_realloc.callbacks import RolloutTable, Timeline
 from lightning_realloc.callbacks.loggers.logged_table import markdown
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.recording.pieces import ENVIRONMENTS
+from lightning_realloc.recording.reader import read_run
+from lightning_realloc.report.runs.conversations import read_conversations
 from tests.environments.guessing import Guessing, chat_model, chat_tokenizer
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
@@ -90,20 +93,29 @@ def test_the_first_samples_are_shown_with_their_rewards(
     assert [file.name for file in tmp_path.iterdir()] == ["rollouts.csv"], "one file, whatever the ranks"
 
 
-def show_games(folder: str) -> None:
-    """Train one iteration of games with a table of the first four."""
-    table = RolloutTable(num_samples=4, path=Path(folder) / "rollouts.csv")
+def show_games(folder: str) -> float:
+    """Train one iteration of games with a table of the first four, and a record; return a rank's share of waiting."""
+    table, record = RolloutTable(num_samples=4, path=Path(folder) / "rollouts.csv"), Timeline(folder)
     module = runs.RecordedGRPO(
         chat_model(), tokenizer=chat_tokenizer(), sampling=SAMPLING, learning_rate=1e-2, environment=Guessing
     )
-    trainer = runs.trainer(runs.ReallocStrategy("static"), runs.world_size(), callbacks=[table], max_steps=1)
+    trainer = runs.trainer(runs.ReallocStrategy("static"), runs.world_size(), callbacks=[table, record], max_steps=1)
     trainer.fit(module, Games())
+    return float(trainer.logged_metrics["waiting_share/actor.generate"])
 
 
 def test_conversations_with_environments_are_shown(workers: WorkerPool, tmp_path: Path) -> None:
-    workers.run(show_games, str(tmp_path), world_size=2, init_process_group=False)
+    shares = workers.run(show_games, str(tmp_path), world_size=2, init_process_group=False)
     rows = read(tmp_path / "rollouts.csv")
     assert len(rows) == 4
+    problems: list[str] = []
+    talks = read_conversations(tmp_path / "rollouts.jsonl", problems)
+    assert len(talks) == 4 and not problems
+    for row, talk in zip(reversed(rows), talks, strict=True):
+        said = [message["text"] for message in talk["messages"]]
+        assert talk["step"] == int(row["step"]) and ["finish_reason", row["finish_reason"]] in talk["facts"]
+        assert said[0] == "Guess" and all(text in row["conversation"] for text in said[1:])
+    check_waiting(tmp_path, shares)
     left_out = {"user:", "assistant:", "?"}  # roles, and a special token that the column response lacks
     for row in rows:
         turns = re.findall(r"^(?:assistant says: |user: )(.*?)(?: \[reward.*)?$", row["conversation"], re.MULTILINE)
@@ -112,6 +124,21 @@ def test_conversations_with_environments_are_shown(workers: WorkerPool, tmp_path
         # a turn that is cut off is in the response alone, and the environment's last word in the conversation alone
         shared = min(len(told), len(response))
         assert shared > 0 and told[:shared] == response[:shared]
+
+
+def check_waiting(folder: Path, shares: Sequence[float]) -> None:
+    """Check that every rank recorded how its games waited for their environments, within the generating call."""
+    largest = 0.0
+    for (iteration,) in read_run(folder).last.ranks.values():
+        assert iteration.pieces is not None
+        ((call, samples),) = iteration.waiting
+        generating = [one for one in iteration.pieces if one.name in (call, ENVIRONMENTS)]
+        begin, end = generating[0].start, generating[-1].end
+        assert begin <= samples.begin and samples.begin + (len(samples.means) - 1) * samples.bin_s <= end
+        assert max(samples.means) > 0.0
+        waited_s = sum(one.seconds for one in generating if one.kind == "environment")
+        largest = max(largest, waited_s / (end - begin))
+    assert list(shares) == pytest.approx([largest] * 2, rel=0.3, abs=0.05)  # of the call's seconds by another clock
 
 
 class Tables(WandbLogger):

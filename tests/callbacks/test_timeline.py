@@ -76,6 +76,7 @@ def test_the_record_has_what_every_rank_did(
     calls = {entry.phase for entry in predicted.entries}
     assert calls >= {"actor.generate", "reference.infer", "actor.train"}
     for made in session.ranks.values():
+        assert not any(one.waiting or "environment" in one.seconds for one in made), "no environment, no waiting for it"
         assert set(made[-1].peak_bytes) == {"actor.generate", "reference.infer", "actor.train"}
         assert min(made[-1].peak_bytes.values()) > 50 << 20  # the process itself
     if world_size == 2:

@@ -28,6 +28,8 @@ class Table:
     """Step that loggers count the iteration's metrics with."""
     begins_run: bool = False
     """Whether files of an earlier run are replaced."""
+    conversations: tuple[Row, ...] = ()
+    """Conversations of the rows as data; empty without any."""
 
     @property
     def columns(self) -> list[str]:
@@ -42,11 +44,15 @@ class Table:
     def append_to(self, path: AnyPath) -> None:
         """Append the rows to a CSV file; columns that its header lacks are dropped.
 
-        In an object store, which cannot append, the whole file is written again, in one request.
+        Conversations go to a file next to it with the suffix ``.jsonl``, one a line. In an object store, which cannot
+        append, the whole files are written again, in one request each.
 
         Raises:
             OSError: if it cannot be written. Stores raise errors of other classes, too.
         """
+        lines = path.parent / f"{path.name.removesuffix(path.suffix)}.jsonl"
+        if self.conversations or (self.begins_run and lines.is_file()):
+            self._append_conversations(lines)
         appends = path.is_file() and not self.begins_run
         if isinstance(path, RemotePath):
             earlier = path.read_text("utf-8") if appends else ""
@@ -59,6 +65,16 @@ class Table:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a" if appends else "w", newline="", encoding="utf-8") as file:
             file.write(self.to_csv(header))
+
+    def _append_conversations(self, path: AnyPath) -> None:
+        text = "".join(json.dumps(one, ensure_ascii=False, default=str) + "\n" for one in self.conversations)
+        appends = path.is_file() and not self.begins_run
+        if isinstance(path, RemotePath):
+            path.write_bytes(((path.read_text("utf-8") if appends else "") + text).encode(errors="replace"))
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a" if appends else "w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
 
     def to_csv(self, header: Sequence[str] = ()) -> str:
         """Return the rows as lines below the header of a CSV file; with a header of their own if that is empty."""

@@ -31,6 +31,7 @@ def section(
     findings: Iterable[Json] = (),
     charts: Iterable[Json] = (),
     tables: Iterable[Json] = (),
+    conversations: Iterable[Json] = (),
     missing: str | None = None,
 ) -> Json:
     """Return a section; ``missing``: the line for one without data, which names the callback or setting to add."""
@@ -41,6 +42,7 @@ def section(
         "findings": list(findings),
         "charts": list(charts),
         "tables": list(tables),
+        "conversations": list(conversations),
         "missing": missing,
     }
 

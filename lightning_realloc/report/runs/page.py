@@ -28,6 +28,9 @@ from lightning_realloc.report.runs.sections.rollout_samples import generation_se
 from lightning_realloc.report.runs.sections.run_cost import cost_section
 from lightning_realloc.report.runs.sections.time_use import time_section
 
+_SCRIPTS = ("charts", "tables", "conversations", "page", "live")
+"""Scripts of the page, in order."""
+
 
 def page_data(run: RunFolder, compared: Sequence[RunFolder] = (), *, price: float | None = None) -> Json:
     """Return the content of a run's report, as values of JSON without NaN.
@@ -121,7 +124,7 @@ def render_page(data: Json, *, follow: str | None = None) -> str:
     Raises:
         ConfigError: if plotly is not installed.
     """
-    scripts = {"plotly": _plotly()} | {name: _asset(f"{name}.js") for name in ("charts", "tables", "page", "live")}
+    scripts = {"plotly": _plotly()} | {name: _asset(f"{name}.js") for name in _SCRIPTS}
     parts = {
         "policy": " ".join(_hash(script) for script in scripts.values()),
         "style": _asset("page.css"),

@@ -21,6 +21,7 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.recording.rank_recorder import EVENTS_FILE
 from lightning_realloc.recording.reader import RecordError, RunReader, RunRecord
 from lightning_realloc.remote_path import AnyPath
+from lightning_realloc.report.runs.conversations import CONVERSATIONS_FILE, read_conversations
 from lightning_realloc.report.runs.rank_time import RankTime, RankTimeBuilder
 from lightning_realloc.report.runs.series import Series, collect_series
 
@@ -62,6 +63,8 @@ class RunFolder:
     metrics: Mapping[str, Series]
     """Name -> values over iterations."""
     rollouts: Rollouts = Rollouts()
+    conversations: tuple[dict[str, Any], ...] = ()
+    """Conversations of these samples, as `shown_conversation` returns them, the newest first."""
     config: Mapping[str, Any] | None = None
     """Settings of the run; None where it left none."""
     problems: tuple[str, ...] = field(default=())
@@ -108,6 +111,7 @@ class RunFolderReader:
             time=None if record is None else self._read_times(record, problems),
             metrics=metrics,
             rollouts=_read_rollouts(log_folder / ROLLOUTS_TABLE, problems),
+            conversations=read_conversations(log_folder / CONVERSATIONS_FILE, problems),
             config=_read_config(log_folder / CONFIG_FILE, problems),
             problems=tuple(problems),
         )

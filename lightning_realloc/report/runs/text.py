@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lightning_realloc.report.runs.charts import NUMBER, Json
+from lightning_realloc.report.runs.charts import NUMBER, Json, quantity
 
 MAX_ROWS = 30
 """Rows of a table; the page and the JSON have all."""
 MAX_CELL_CHARACTERS = 120
-"""Longest cell of a table; longer ones are cut."""
+"""Longest cell of a table, or message of a conversation; longer ones are cut."""
+MAX_CONVERSATIONS = 10
+"""Conversations, the newest; the page and the JSON have more."""
 
 
 def markdown_report(data: Json) -> str:
@@ -44,7 +46,23 @@ def _section(section: Json) -> Iterator[str]:
     for table in section["tables"]:
         yield from ("", f"### {_text(table['title'])}", "")
         yield from _table(table)
+    for talk in section["conversations"][:MAX_CONVERSATIONS]:
+        yield from _conversation(talk)
     yield ""
+
+
+def _conversation(talk: Json) -> Iterator[str]:
+    facts = "".join(f", {name.replace('_', ' ')} {_text(value)}" for name, value in talk["facts"])
+    yield from ("", f"### Conversation of iteration {talk['step']}, {quantity(talk['seconds'], 's')}{facts}", "")
+    for message in talk["messages"]:
+        name = _text(f"{message['role']} {message['name'] or ''}")
+        thought = f"thinks: {message['thought']}" if message["thought"] else ""
+        said = [one for one in (thought, message["text"], *(f"calls {call}" for call in message["calls"])) if one]
+        known = (("reward", message.get("reward"), ""), ("in", message.get("seconds"), "s"))
+        outcome = "".join(f", {word} {quantity(value, unit)}" for word, value, unit in known if value is not None)
+        yield f"- **{name}**{outcome}: {_cell(' | '.join(said))}"
+    if talk["failure"] is not None:
+        yield f"- **failed**: {_text(talk['failure'])}"
 
 
 def _table(table: Json) -> Iterator[str]:

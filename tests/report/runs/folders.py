@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +42,32 @@ def write_table(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
+
+
+def talk(step: int, *, failure: str | None = None) -> dict[str, Any]:
+    """Return a conversation of an iteration as `RolloutTable` writes it: a call of a tool, and an answer."""
+    function = {"name": "add", "arguments": {"a": 1, "b": "zwei ü"}}
+    calling = {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": " I add. ",
+        "tool_calls": [{"function": function}],
+    }
+    answer, last = {"role": "tool", "name": "add", "content": "3"}, {"role": "assistant", "content": "It is 3."}
+    return {
+        "step": step, "reward": 1.5, "score": None, "finish_reason": "stop",
+        "prompt": [{"role": "user", "content": [{"type": "text", "text": "What is 1 + 2?"}, {"type": "image"}]}],
+        "messages": [calling, answer, last],
+        "seconds": [0.5, 0.25], "rewards": [0.5, None], "metrics": {}, "failure": failure,
+    }  # fmt: skip
+
+
+def write_talks(folder: Path, talks: Sequence[Mapping[str, Any]]) -> None:
+    """Write conversations of a run that `write_run` has written."""
+    lines = JsonLines(folder / "log" / "version_0" / "rollouts.jsonl")
+    for one in talks:
+        lines.write(one)
+    lines.close()
 
 
 def log_metrics(folder: Path, values: Mapping[str, Sequence[float]]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from lightning_realloc.report.runs.charts import Json
 from lightning_realloc.report.runs.page import render_page
 from tests.report.browsers import DRAWN, serious_barriers, watched_page
-from tests.report.runs.folders import HOSTILE, content_of, log_metrics, write_run, write_table
+from tests.report.runs.folders import HOSTILE, content_of, log_metrics, talk, write_run, write_table, write_talks
 
 pytestmark = pytest.mark.browser
 MEASURES = """() => [...document.querySelectorAll('.plot')].map(plot =>
@@ -36,6 +36,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Json, Path]:
         for step in range(150)
     ]
     write_table(folder / "log" / "version_0" / "rollouts.csv", samples)
+    write_talks(folder, [talk(1), talk(2, failure=HOSTILE)])
     data = content_of(folder)
     path = folder / "report.html"
     path.write_text(render_page(data), encoding="utf-8")
@@ -105,6 +106,7 @@ def test_texts_of_a_run_are_shown_and_not_run(browser: Any, report: tuple[Json, 
     assert page.title().startswith("Report of ")
     assert page.locator("img").count() == 0
     assert HOSTILE in page.locator("#table-rollouts tbody").inner_text()
+    assert f"Failed: {HOSTILE}" in page.locator(".conversation .failure").first.text_content()
     page.close()
 
 
@@ -124,6 +126,26 @@ def test_more_rows_are_shown_on_demand(shared_page: Any) -> None:
     shared_page.get_by_role("button", name="Show more rows").last.click()
 
     assert shared_page.locator("#table-rollouts tbody tr").count() == 50
+
+
+def test_a_conversation_unfolds_into_its_turns(page: Any) -> None:
+    first = page.locator(".conversation").last
+    assert (
+        first.locator("summary").first.inner_text()
+        == "Iteration 1: 2 turns, 0.75 s of its environment · reward 1.5 · finish reason stop"
+    )
+    first.locator("summary").first.click()
+    turns = first.locator("li")
+    assert [turns.nth(at).locator("strong").inner_text() for at in range(4)] == [
+        "user",
+        "assistant",
+        "tool add",
+        "assistant",
+    ]
+    assert turns.nth(1).locator(".call").inner_text() == 'add(a=1, b="zwei ü")'
+    assert turns.nth(1).locator("div").inner_text() == "assistant reward 0.5, 0.5 s"
+    turns.nth(1).locator("details summary").click()
+    assert turns.nth(1).locator("details pre").inner_text() == "I add."
 
 
 def test_newer_data_keep_zoom_search_and_place(page: Any) -> None:

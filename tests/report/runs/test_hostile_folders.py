@@ -56,7 +56,7 @@ def test_scripts_in_prompts_and_names_stay_texts(tmp_path: Path) -> None:
 
     page = _Elements(render_page(data))
 
-    assert page.tags.count("script") == 6  # data, plotly, charts, tables, page, live
+    assert page.tags.count("script") == 7  # data, plotly, charts, tables, conversations, page, live
     assert "img" not in page.tags
     assert json.loads(page.scripts[0]) == data
     assert table_of(data, "rollouts", "rollouts")["rows"][0] == ["1", HOSTILE]

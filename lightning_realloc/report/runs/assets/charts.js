@@ -275,10 +275,10 @@ function waitingSamples(waiting, row, [top, bottom]) {
     means.map((mean, at) => ({ rank, begin: begin + at * seconds, seconds, mean })).filter((one) => one.mean > 0));
   const heights = shown.map((one) => ((bottom - top) * one.mean) / most);
   return {
-    type: "bar", orientation: "h", name: `samples that wait, up to ${most.toPrecision(3)}`, y: shown.map((one) => row.get(one.rank)),
+    type: "bar", orientation: "h", name: `samples that wait, up to ${Number(most.toPrecision(3))}`, y: shown.map((one) => row.get(one.rank)),
     base: shown.map((one) => one.begin), x: shown.map((one) => one.seconds), offset: heights.map((height) => bottom - height),
     width: heights, marker: { color: KINDS[theme].environment, line: { width: 0 } }, textposition: "none",
-    text: shown.map((one) => `rank ${one.rank}: ${one.mean.toPrecision(3)} samples wait for environments, after ${one.begin.toPrecision(3)} s`),
+    text: shown.map((one) => `rank ${one.rank}: ${Number(one.mean.toPrecision(3))} samples wait for environments, after ${one.begin.toPrecision(3)} s`),
     hovertemplate: "%{text}<extra></extra>",
   };
 }

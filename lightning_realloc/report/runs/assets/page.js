@@ -80,6 +80,8 @@ function showSection(section) {
   const grid = keyed(element, `${id}-charts`, () => make("div", { class: "charts" }));
   showEach(grid, section.charts, showChart, forgetChart);
   showEach(keyed(element, `${id}-tables`, () => make("div")), section.tables, showTable, forgetTable);
+  const talks = keyed(element, `${id}-conversations`, () => make("div"));
+  showEach(talks, section.conversations, showConversation, () => {});
 }
 
 function makeFinding(finding) {

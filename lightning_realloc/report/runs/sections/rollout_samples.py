@@ -89,7 +89,7 @@ def rollouts_section(run: RunFolder) -> Json:
     note = f"{left_out}Cells are cut at {MAX_CELL_CHARACTERS:,} characters."
     tables = [table("rollouts", "Samples, the newest first", columns, rows, searchable=True, note=note)]
     charts = [chart for chart in [_rewards_chart(run)] if chart is not None]
-    return section("rollouts", "Rollouts", charts=charts, tables=tables)
+    return section("rollouts", "Rollouts", charts=charts, tables=tables, conversations=run.conversations)
 
 
 def _conversation(text: str) -> str:
