@@ -32,6 +32,9 @@ from lightning_realloc.generation.vllm.vllm_options import VLLMOptions
 from lightning_realloc.generation.vllm.vllm_server import VLLMServer
 from lightning_realloc.setting_hints import suggest_settings
 
+_TEMPERATURES = (0.01, 2.0)
+"""Least and greatest temperature with which vLLM draws. It refuses greater ones, and raises smaller ones silently."""
+
 
 @suggest_settings(NATIVE_HINTS)
 class VLLMEngine(Engine):
@@ -134,7 +137,17 @@ def _request(index: int, sample: Sample, params: SamplingParams) -> TokenRequest
 
 
 def _sampling(params: SamplingParams, stop: StopRule) -> dict[str, Any]:
-    """Return the fields of vLLM's ``SamplingParams`` that all requests of a call share."""
+    """Return the fields of vLLM's ``SamplingParams`` that all requests of a call share.
+
+    Raises:
+        GenerationError: for a temperature that vLLM refuses, or replaces by another one.
+    """
+    least, most = _TEMPERATURES
+    if params.temperature != 0 and not least <= params.temperature <= most:
+        raise GenerationError(
+            f"temperature={params.temperature} is not among those of vLLM, 0 and {least:g} to {most:g}; set one of "
+            f"these, or engine='native'"
+        )
     sampling: dict[str, Any] = {
         "temperature": params.temperature,
         "top_k": params.top_k or 0,

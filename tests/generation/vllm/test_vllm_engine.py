@@ -139,6 +139,16 @@ def test_a_process_that_cannot_serve_ends_the_call_with_one_line(behaviour: str,
     assert not is_running(process)
 
 
+@pytest.mark.parametrize("temperature", [2.01, 0.009])
+def test_temperatures_that_vllm_refuses_or_replaces_are_named_before_it_starts(
+    temperature: float, tmp_path: Path
+) -> None:
+    engine, params = engine_with(tmp_path), SamplingParams(temperature=temperature)
+    with pytest.raises(GenerationError, match=rf"temperature={temperature} is not among .* 0 and 0\.01 to 2; set one"):
+        engine.generate([[5]], params)
+    assert not (tmp_path / "notes").exists()
+
+
 def test_an_interpreter_that_does_not_exist_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = VLLMEngine(tiny_model("llama"), options=VLLMOptions(python=str(tmp_path / "none")))
     with pytest.raises(GenerationError, match=r"vLLM's interpreter .*none does not start: No such file"):
