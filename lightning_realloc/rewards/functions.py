@@ -27,6 +27,7 @@ from lightning_realloc.rewards.signatures import (
     mentioned,
     reads_environments,
     required_columns,
+    requires_environments,
     resolved,
     unique_names,
 )
@@ -97,7 +98,7 @@ class RewardFunctions:
         self._alone = alone
         self.names = unique_names(self.functions)
         self.reading_environments = tuple(name for name, function in self._named() if reads_environments(function))
-        """Names of the functions that get the objects of environments; see `judge_environments`."""
+        """Names of the functions that get the objects of environments, if there are any; see `judge_environments`."""
         self.trainer_state: Callable[[], TrainerState] = TrainerState
         """Factory of the ``trainer_state`` that functions receive."""
         self._loop = EventLoop("rewards")
@@ -118,6 +119,20 @@ class RewardFunctions:
         for function in self.functions:
             getattr(function, "close", _do_nothing)()
         self._loop.close()
+
+    def do_without_environments(self) -> None:
+        """Call every function as the others, since there are no environments of messages.
+
+        Raises:
+            RewardError: for a function that requires them.
+        """
+        self.reading_environments = ()
+        for name, function in self._named():
+            if requires_environments(function):
+                raise RewardError(
+                    f"reward function {name!r} has an argument 'environments', and there are no environments of "
+                    f"messages; give environment= a class of them, or rename the argument"
+                )
 
     def check_columns(self, columns: Collection[str], source: str = "data") -> None:
         """Check before the first step that the data, or another ``source``, has every column that functions require.

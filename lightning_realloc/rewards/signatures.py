@@ -6,7 +6,8 @@ import functools
 import importlib
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 from lightning_realloc.errors import ReallocError, RewardError
@@ -123,14 +124,23 @@ def required_columns(function: RewardFunction) -> set[str]:
     """
     if hasattr(function, "required_columns"):
         return set(function.required_columns())
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    named = {p.name for p in _parameters(function) if p.kind in kinds and p.default is inspect.Parameter.empty}
-    return named - STANDARD_ARGUMENTS - SERVICES - {ENVIRONMENTS}
+    return _required(function) - STANDARD_ARGUMENTS - SERVICES - {ENVIRONMENTS}
+
+
+def requires_environments(function: RewardFunction) -> bool:
+    """Return whether a function cannot be called without ``environments``."""
+    return reads_environments(function) and ENVIRONMENTS in _required(function)
 
 
 def reads_environments(function: RewardFunction) -> bool:
-    """Return whether a function has an argument ``environments``."""
-    return not hasattr(function, "required_columns") and any(p.name == ENVIRONMENTS for p in _parameters(function))
+    """Return whether a function has an argument ``environments``, or ``**kwargs`` in which its code looks for it."""
+    if hasattr(function, "required_columns"):
+        return False
+    parameters = _parameters(function)
+    if any(parameter.name == ENVIRONMENTS for parameter in parameters):
+        return True
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    return takes_any and ENVIRONMENTS in _constants(getattr(_plain(function), "__code__", None))
 
 
 def mentioned(function: RewardFunction, texts: Collection[str]) -> list[str]:
@@ -152,14 +162,35 @@ def without_services(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _bound_parameter(function: RewardFunction) -> str | None:
     """Return the name of a method's bound first parameter; None if keyword arguments may still use it."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    method: Any = function if inspect.ismethod(function) else getattr(function, "__call__", None)  # noqa: B004
+    method: Any = _plain(function)
     if not inspect.ismethod(method):
         return None
     first = next(iter(inspect.signature(method.__func__).parameters.values()), None)
     takes_name = first is not None and first.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     return first.name if first is not None and takes_name else None
+
+
+def _plain(function: RewardFunction) -> Any:
+    """Return the function of partial ones, and the method that calls an object."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    is_plain = inspect.isfunction(function) or inspect.ismethod(function)
+    return function if is_plain else getattr(function, "__call__", None)  # noqa: B004
+
+
+def _required(function: RewardFunction) -> set[str]:
+    """Return the names of the arguments without a default."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {p.name for p in _parameters(function) if p.kind in kinds and p.default is inspect.Parameter.empty}
+
+
+def _constants(code: CodeType | None) -> Iterator[object]:
+    """Yield the constants of a function's code, with those of comprehensions and functions in it."""
+    for constant in () if code is None else code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _constants(constant)
+        else:
+            yield constant
 
 
 def _parameters(function: RewardFunction) -> list[inspect.Parameter]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import threading
@@ -345,3 +346,24 @@ def test_functions_with_start_and_close_are_started_and_closed() -> None:
     assert Server.calls == ["start", "close"]
     with pytest.raises(RewardError, match=r"Server must be .* it is a class, make an instance: Server\(...\)"):
         RewardFunctions(Server)
+
+
+def test_functions_read_environments_by_an_argument_or_in_kwargs() -> None:
+    def named(environments: list[str], **columns: Any) -> list[float]:
+        return [float(len(each)) for each in environments]
+
+    def in_kwargs(completions: list[str], **kwargs: Any) -> list[float]:
+        return [float(len(kwargs["environments"][place])) for place in range(len(completions))]
+
+    async def asked_for(**kwargs: Any) -> list[float]:
+        return [float(len(each)) for each in kwargs.get("environments") or ["four", ""]]
+
+    functions = RewardFunctions([length, named, in_kwargs, asked_for, functools.partial(in_kwargs, other=1)])
+    assert functions.reading_environments == ("named", "in_kwargs", "asked_for", "partial")
+    judged = functions.judge_environments(PROMPTS, COMPLETIONS, IDS, {}, ["ab", "c"])
+    assert judged == {name: [2.0, 1.0] for name in functions.reading_environments}
+    with pytest.raises(RewardError, match="'named' has an argument 'environments', and there are no environments"):
+        functions.do_without_environments()
+    alone = RewardFunctions(asked_for)
+    alone.do_without_environments()
+    assert not alone.reading_environments and alone(PROMPTS, COMPLETIONS, IDS, {}).total.tolist() == [4.0, 0.0]

@@ -130,11 +130,8 @@ class RewardedModule(PolicyModule):
         functions, dialogues = self._reward_functions, self._dialogues
         if isinstance(dialogues, EpisodeDialogues):
             dialogues.functions = functions
-        elif functions is not None and functions.reading_environments:
-            raise ConfigError(
-                f"reward function {functions.reading_environments[0]!r} has an argument 'environments', and there are "
-                f"no environments of messages; give environment= a class of them, or rename the argument"
-            )
+        elif functions is not None:
+            functions.do_without_environments()
 
     @property
     def has_reference(self) -> bool:
