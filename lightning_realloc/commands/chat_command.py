@@ -33,6 +33,8 @@ def chat_parser() -> CommandParser:
     add("--parser", metavar="FORMAT", help="Format of the model's calls, such as hermes. Default: by chat template.")
     add("--temperature", type=float, default=0.7, help="0 takes the most likely token. Default: %(default)s.")
     add("--max-new-tokens", type=int, default=512, metavar="N", help="Most tokens of a turn. Default: %(default)s.")
+    stop = "Token or other text that ends a turn besides the model's own, such as '<|eom_id|>'; may be repeated."
+    add("--stop", action="append", default=[], metavar="TEXT", help=stop)
     add("--seed", type=int, default=0, help="Seed of the sampling. Default: %(default)s.")
     add("--device", help="Device such as cpu or cuda:1. Default: the first GPU, else the CPU.")
     return parser
@@ -63,8 +65,8 @@ def run_chat(arguments: Sequence[str], write: Callable[[str], object], stdin: Te
 
 def _session(flags: argparse.Namespace, write: Callable[[str], object]) -> ChatSession:
     params = SamplingParams(max_new_tokens=flags.max_new_tokens, temperature=flags.temperature, seed=flags.seed)
-    tools = _tool_settings(flags)
-    return ChatSession.load(flags.folder, params, write, system=flags.system, device=flags.device, tool_settings=tools)
+    own = {"system": flags.system, "device": flags.device, "stops": flags.stop, "tool_settings": _tool_settings(flags)}
+    return ChatSession.load(flags.folder, params, write, **own)
 
 
 def _tool_settings(flags: argparse.Namespace) -> ToolSettings | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -67,6 +68,7 @@ class ChatSession:
         *,
         system: str | None = None,
         device: str | None = None,
+        stops: Sequence[str] = (),
         tool_settings: ToolSettings | None = None,
     ) -> Self:
         """Load a model and its tokenizer.
@@ -77,6 +79,7 @@ class ChatSession:
             write: Receives the text of answers as it is generated.
             system: System message.
             device: Device of the model; None: the first GPU, else the CPU.
+            stops: Special tokens and other texts that end a turn, besides the model's own.
             tool_settings: Tools that answers may call, and how; None: none.
 
         Raises:
@@ -91,11 +94,15 @@ class ChatSession:
             raise ConfigError("--system needs a chat template, and this tokenizer has none; leave it out")
         if tool_settings is not None and tokenizer.chat_template is None:
             raise ConfigError("--tools needs a chat template, and this tokenizer has none; leave it out")
+        added = tokenizer.added_tokens_encoder
+        stop_ids = tuple(added[text] for text in stops if text in added)
+        stop_strings = tuple(text for text in stops if text not in added)
+        params = replace(params, stop_token_ids=stop_ids, stop_strings=stop_strings)
         model = load_model(source, adapters, chosen)
         tools = None
         if tool_settings is not None:
-            stops = eos_ids_of(model) | ({tokenizer.eos_token_id} - {None})
-            tools = ChatTools(tokenizer, tool_settings, write, stop_token_ids=stops)
+            all_stops = eos_ids_of(model) | ({tokenizer.eos_token_id} - {None}) | set(stop_ids)
+            tools = ChatTools(tokenizer, tool_settings, write, stop_token_ids=all_stops)
         stream = TokenStream(tokenizer, write)
         engine = GenerationEngine(model, tokenizer=tokenizer, max_slots=1)
         return cls(engine, tokenizer, stream, params, system=system, device=str(chosen), tools=tools)

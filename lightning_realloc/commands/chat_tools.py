@@ -1,8 +1,7 @@
-"""Tool calls in ``lightning-realloc chat``: read them, carry them out, show them, and let the model go on."""
+"""Tool calls in ``lightning-realloc chat``: read them, carry them out, show the answers, and let the model go on."""
 
 from __future__ import annotations
 
-import json
 import re
 import textwrap
 import time
@@ -14,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.data.chat import Message
 from lightning_realloc.environments.tools.tool import Tool
-from lightning_realloc.environments.tools.tool_calls import CallLimits, ToolRunner, text_of
+from lightning_realloc.environments.tools.tool_calls import ToolRunner, text_of
 from lightning_realloc.environments.turns.chat_turns import ChatTurns
 from lightning_realloc.environments.turns.turn_parser import Parser, TurnParser
 from lightning_realloc.errors import ConfigError
@@ -22,7 +21,7 @@ from lightning_realloc.generation import Completion
 from lightning_realloc.generation.loop.environment import EVENT_LOOP
 
 _MOST_SHOWN = 2000
-"""Characters of an argument or an answer that are shown; the model reads all of an answer."""
+"""Characters of an answer that are shown; the model reads all of it."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters that terminals obey. A tool's answer may hold any."""
 
@@ -49,7 +48,7 @@ class ChatTools:
     Args:
         tokenizer: The model's tokenizer.
         settings: Tools, and how answers use them.
-        write: Receives calls and their answers as text.
+        write: Receives the answers as text; the model's own text is shown elsewhere.
         stop_token_ids: Tokens that end a turn of the model.
 
     Raises:
@@ -67,7 +66,7 @@ class ChatTools:
         self._write = write
         self._stops, self._max_turns = frozenset(stop_token_ids), settings.max_turns
         self._schemas = [tool.schema for tool in settings.tools]
-        self._runner = ToolRunner(settings.tools, CallLimits())
+        self._runner = ToolRunner(settings.tools)
         self._chat = ChatTurns(tokenizer, stop_token_ids=stop_token_ids)
         self._chat.check(self._schemas)
         self._parser = TurnParser(tokenizer, settings.parser)
@@ -114,9 +113,8 @@ class ChatTools:
         return "" if number < self._max_turns else f"this was turn {number}; raise --max-turns"
 
     def _carry_out(self, call: Mapping[str, Any]) -> Message:
-        """Return the answer to a call, and show both. Ctrl-C ends the call, which the model reads."""
-        self._write(f"[call] {_shown_call(call['function'])}\n")
-        begin = time.monotonic()
+        """Return the answer to a call, and show it. Ctrl-C ends the call, which the model reads."""
+        name, begin = call["function"]["name"], time.monotonic()
         future = None
         try:
             future = EVENT_LOOP.submit(self._runner.answers([call]))
@@ -124,27 +122,15 @@ class ChatTools:
         except KeyboardInterrupt:
             if future is not None:
                 future.cancel()
-            name = call["function"]["name"]
             content = text_of({"error": f"the user stopped this call of {name}"})
             answer = {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
         seconds = time.monotonic() - begin
-        self._write(f"[answer after {seconds:.2f} s]\n{textwrap.indent(_shown(answer['content']), '  ')}\n")
+        self._write(f"[{name} answers after {seconds:.2f} s]\n{textwrap.indent(_shown(answer['content']), '  ')}\n")
         return answer
 
 
 def _num_calls(messages: Sequence[Message]) -> int:
     return sum(len(message.get("tool_calls", ())) for message in messages)
-
-
-def _shown_call(function: Mapping[str, Any]) -> str:
-    """Return the name of a tool, and its arguments on lines of their own."""
-    arguments = function["arguments"]
-    named = arguments if isinstance(arguments, Mapping) else {"arguments, no JSON object": arguments}
-    lines = [
-        f"{name}: {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
-        for name, value in named.items()
-    ]
-    return "\n".join([_shown(function["name"]), *(textwrap.indent(_shown(line), "  ") for line in lines)])
 
 
 def _shown(text: str) -> str:

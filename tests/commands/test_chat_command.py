@@ -86,6 +86,16 @@ def test_one_question_comes_from_a_flag_or_from_a_pipe(folder: Path) -> None:
         _chat(folder, typed=" \n")
 
 
+def test_turns_end_at_texts_and_tokens_that_a_flag_names(folder: Path) -> None:
+    greedy = ("--prompt", "Hello", "--temperature", "0")
+    whole = _chat(folder / "model", *greedy)
+    letter = whole[4]
+    stopped = _chat(folder / "model", *greedy, "--stop", "absent", "--stop", letter)
+    assert stopped == whole[: whole.index(letter) + 1] + "\n"
+    session = ChatSession.load(str(folder), SamplingParams(), print, device="cpu", stops=["<bos>", "stop"])
+    assert (session._params.stop_token_ids, session._params.stop_strings) == ((1,), ("stop",))
+
+
 def test_a_terminal_talks_until_the_user_quits(folder: Path) -> None:
     said = _chat(folder, typed="Hello\n\n/reset\n/help\n" + "x" * 500 + "\n/quit\nnever read\n", terminal=True)
     assert said.startswith(f"{folder} on cpu; /reset forgets the conversation, /quit ends it")

@@ -99,7 +99,7 @@ def test_an_answer_goes_on_until_a_turn_has_no_calls(family: str) -> None:
     session, output = session_of(family, script, add)
     assert session.ask("2+3?") == "It is 5."
     shown = output.getvalue()
-    assert "[call] add\n  a: 2\n  b: 3\n[answer after 0.0" in shown and " s]\n  5\nIt is 5.\n" in shown
+    assert shown.count('"a": 2') == 1 and "\n[add answers after 0.0" in shown and " s]\n  5\nIt is 5.\n" in shown
     assert session.ask("And 1 more?") == "It is 6."
     told = [first, add_call(2, 3), answer(0, "5"), five, last, add_call(5, 1, 1), answer(1, "6"), six]
     assert session.messages == told
@@ -111,7 +111,7 @@ def test_calls_of_the_last_turn_are_left_out() -> None:
     script = Script(FAMILY, *[said(FAMILY, {**add_call(1, 1), "content": "Hm."})] * 2)
     session, output = session_of(FAMILY, script, add, max_turns=2)
     assert session.ask("Count.") == "Hm."
-    assert output.getvalue().count("[call] add") == 1
+    assert output.getvalue().count("[add answers") == 1
     assert output.getvalue().endswith("(calls are left out: this was turn 2; raise --max-turns)\n")
     assert [message["role"] for message in session.messages] == ["user", "assistant", "tool", "assistant"]
     assert "tool_calls" not in session.messages[-1]
@@ -122,7 +122,7 @@ def test_calls_that_are_cut_off_are_left_out() -> None:
     script = Script(FAMILY, text[: text.index("}")], finish_reason="length")
     session, output = session_of(FAMILY, script, add)
     session.ask("Count.")
-    assert "[call]" not in output.getvalue() and "raise --max-new-tokens)" in output.getvalue()
+    assert "answers" not in output.getvalue() and "raise --max-new-tokens)" in output.getvalue()
     assert "tool_calls" not in session.messages[-1]
 
 
@@ -146,7 +146,7 @@ def test_ctrl_c_ends_a_call_and_the_model_goes_on() -> None:
         signal.signal(signal.SIGINT, before)
     assert time.monotonic() - begin < 20
     assert json.loads(session.messages[2]["content"]) == {"error": "the user stopped this call of wait"}
-    assert "the user stopped this call of wait" in script.prompts[1] and "[answer after" in output.getvalue()
+    assert "the user stopped this call of wait" in script.prompts[1] and "[wait answers after" in output.getvalue()
 
 
 def test_the_model_reads_all_of_an_answer_and_the_terminal_is_spared() -> None:
@@ -163,7 +163,7 @@ def test_the_model_reads_all_of_an_answer_and_the_terminal_is_spared() -> None:
     session.ask("Read it.")
     assert f"\x1b[2Jx\ny{3000 * 'a'}end" in script.prompts[1]
     shown = output.getvalue()
-    assert "[call] fetch\n  page: x\n  y\n" in shown and "\x1b" not in shown and "aend" not in shown
+    assert "[fetch answers after" in shown and "\x1b" not in shown and "aend" not in shown
     assert f"\n  [{4 + 3 + 3000 + 3 - 2000} more characters]\nRead.\n" in shown
 
 
@@ -189,7 +189,7 @@ def _chat(folder: Path, *flags: str) -> str:
 
 def test_the_command_carries_out_what_the_model_calls(folder: Path) -> None:
     tools = ("--tools", "python", "tests.environments.some_tools:add", "--max-turns", "3", "--temperature", "0")
-    one = rf"{re.escape(WRITTEN)}\n\[call\] add\n  a: 2\n  b: 3\n\[answer after \d\.\d\d s\]\n  5\n"
+    one = rf"{re.escape(WRITTEN)}\n\[add answers after \d\.\d\d s\]\n  5\n"
     last = rf"{re.escape(WRITTEN)}\n\(calls are left out: this was turn 3; raise --max-turns\)\n"
     assert re.fullmatch(one + one + last, _chat(folder / "model", *tools, "--prompt", "2+3?"))
 
