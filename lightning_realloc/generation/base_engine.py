@@ -5,7 +5,6 @@ An engine itself completes these samples. Other calls see their progress, and ge
 
 from __future__ import annotations
 
-import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,18 +23,18 @@ from lightning_realloc.generation.core.model_config import length_bounds, vocabu
 from lightning_realloc.generation.core.params import SamplingParams, check_counts, check_kind
 from lightning_realloc.generation.core.sample import Completion, Sample, StopRule, Tokenizer
 from lightning_realloc.generation.core.stopping import StopStringCheck, check_tokenizer, stop_rule_of
-from lightning_realloc.generation.loop.environment import Conversation, Environment
+from lightning_realloc.generation.loop.environment import Agree, Conversation, Environment, first_ranks
 from lightning_realloc.generation.loop.requests import Requests
 from lightning_realloc.generation.loop.run import GenerationStats
 from lightning_realloc.generation.loop.streaming import CallNotifier, PartialResults
 from lightning_realloc.runtime.messages.environment_waits import WaitMeter
 from lightning_realloc.runtime.messages.flight_record import ActivityProgress
 from lightning_realloc.runtime.model.structure import check_extra_inputs
+from lightning_realloc.runtime.parallel.tensor_parallel import tensor_parallel_group
 
 if TYPE_CHECKING:  # imported where samples move
     from lightning_realloc.generation.rebalance.handover import MigrationStats
 
-_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -86,13 +85,19 @@ class Engine(ABC):
     """Samples of all generations inside `sharing`, without those of other ranks; None outside."""
 
     def __init__(
-        self, model: nn.Module, *, tokenizer: Tokenizer | None, max_slots: int, max_length: int | None
+        self,
+        model: nn.Module,
+        *,
+        tokenizer: Tokenizer | None,
+        max_slots: int,
+        max_length: int | None,
+        agree: Agree | None = None,
     ) -> None:
         check_counts(max_slots=max_slots)
         check_counts(optional=True, max_length=max_length)
         check_tokenizer(tokenizer)
         self._model, self._tokenizer = model, tokenizer
-        self._max_slots, self._max_length = max_slots, max_length
+        self._max_slots, self._max_length, self._agree = max_slots, max_length, agree
         self._version = 0
         self._check_stop_strings = StopStringCheck(tokenizer)
         self._stats = GenerationStats()
@@ -111,7 +116,11 @@ class Engine(ABC):
 
     def on_first_rank(self, make: Callable[[], T]) -> T:
         """Return the result of ``make`` on a tensor-parallel group's first rank, as plain data, on all of them."""
-        return make()
+        group = tensor_parallel_group(self._model)
+        if group is None or self._agree is None:
+            return make()
+        made: T = first_ranks(make() if group.index == 0 else None, self._agree)
+        return made
 
     def weights_updated(self, version: int | None = None) -> None:
         """Set the version of updated parameters, by default the last one + 1; before any update it is 0.
@@ -184,7 +193,6 @@ class Engine(ABC):
             notifier = CallNotifier(samples, on_finished, self._completion, on_tokens)
             self._stats = self._measured(EngineCall(samples=samples, requests=requests, stop=stop, notifier=notifier))
         notifier.report(samples)
-        _warn_of_failures(samples)
         return list(map(self._completion, samples))
 
     def _measured(self, call: EngineCall) -> GenerationStats:
@@ -248,12 +256,3 @@ class Engine(ABC):
             yield
         finally:
             self.partial_results = self._followed = None
-
-
-def _warn_of_failures(samples: Sequence[Sample]) -> None:
-    errors = [sample.error for sample in samples if sample.error is not None]
-    if errors:
-        _log.warning(
-            "%d of %d responses were ended by a failure of their environment; the first one: %s",
-            len(errors), len(samples), errors[0],
-        )  # fmt: skip

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.base_engine import Engine, EngineCall, T
+from lightning_realloc.generation.base_engine import Engine, EngineCall
 from lightning_realloc.generation.cache.kv_cache import SlotCache
 from lightning_realloc.generation.cache.paged_cache import PagedCache
 from lightning_realloc.generation.core.capabilities import CAPABILITIES
@@ -37,11 +37,11 @@ from lightning_realloc.generation.forward.batch_invariant import BatchInvariantR
 from lightning_realloc.generation.forward.packed_linear import packed_linears
 from lightning_realloc.generation.forward.runner import ModelRunner
 from lightning_realloc.generation.loop.environment import (
+    Agree,
     Conversation,
     Conversations,
     Environment,
     check_environment,
-    first_ranks,
 )
 from lightning_realloc.generation.loop.run import Budget, GenerationRun, GenerationStats
 from lightning_realloc.generation.loop.sample_access import SampleAccess
@@ -123,7 +123,7 @@ class GenerationEngine(Engine):
         lockstep: Callable[[bool], bool] | None = None,
         speculation: Speculation | None = None,
         drafter: Drafter | None = None,
-        agree: Callable[[Sequence[float]], Sequence[float]] | None = None,
+        agree: Agree | None = None,
         pack_weights: bool = True,
         cuda_graphs: CudaGraphs = True,
         compile: str | None = None,
@@ -140,7 +140,7 @@ class GenerationEngine(Engine):
         Raises:
             GenerationError: for a model that the engine cannot run, and for settings that it cannot use.
         """
-        super().__init__(model, tokenizer=tokenizer, max_slots=max_slots, max_length=max_length)
+        super().__init__(model, tokenizer=tokenizer, max_slots=max_slots, max_length=max_length, agree=agree)
         check_supported(model, max_length=1)
         check_loaded(model)
         check_counts(max_prefill_tokens=max_prefill_tokens)
@@ -153,7 +153,6 @@ class GenerationEngine(Engine):
             check_invariant(model, is_collective=lockstep is not None, compile=compile)
         self._max_prefill_tokens = max_prefill_tokens
         self._lockstep = lockstep
-        self._agree = agree
         self._poll_weights = poll_weights
         self._wall_clock = wall_clock
         self._cache = SlotCache() if max_cache_bytes is None else PagedCache(int(max_cache_bytes))
@@ -170,14 +169,6 @@ class GenerationEngine(Engine):
     def migration_stats(self) -> MigrationStats | None:
         """Samples that moved from and to this rank in the last call, and their cost; None without peers."""
         return None if self._rebalancer is None else self._rebalancer.stats
-
-    def on_first_rank(self, make: Callable[[], T]) -> T:
-        """Return the result of ``make`` on a tensor-parallel group's first rank, as plain data, on all of them."""
-        group = tensor_parallel_group(self._model)
-        if group is None or self._agree is None:
-            return make()
-        made: T = first_ranks(make() if group.index == 0 else None, self._agree)
-        return made
 
     def release(self) -> None:
         """Free the storage of cache and CUDA graphs; the next call allocates it again."""

@@ -28,6 +28,7 @@ from lightning_realloc.generation.core.model_config import length_bounds
 from lightning_realloc.generation.core.params import SamplingParams
 from lightning_realloc.generation.core.sample import Sample, StopRule, Tokenizer
 from lightning_realloc.generation.core.sampling import sampling_logprobs
+from lightning_realloc.generation.loop.environment import Agree
 from lightning_realloc.generation.loop.rounds import Rounds
 from lightning_realloc.generation.loop.run import DIVERGED, GenerationStats, not_finite
 from lightning_realloc.runtime.model.batching_limits import experts_obstacle, generation_obstacle, has_plain_layers
@@ -59,6 +60,7 @@ class HFEngine(Engine):
         tokenizer: Tokenizer | None = None,
         max_slots: int = 64,
         max_length: int | None = None,
+        agree: Agree | None = None,
     ) -> None:
         """Take the settings of `GenerationEngine` that apply; ``max_slots`` is the size of a batch.
 
@@ -77,7 +79,7 @@ class HFEngine(Engine):
             raise GenerationError(
                 f"{type(model).__name__} cannot be generated from: {reason}; use a decoder-only model such as Llama"
             )
-        super().__init__(model, tokenizer=tokenizer, max_slots=max_slots, max_length=max_length)
+        super().__init__(model, tokenizer=tokenizer, max_slots=max_slots, max_length=max_length, agree=agree)
         self._model: Any = model
         self._may_pad: bool | None = None
         """Whether a batch may be padded; None: not checked yet."""
@@ -115,12 +117,16 @@ class HFEngine(Engine):
         return GenerationStats(**counts)
 
     def _rounds(self, call: EngineCall) -> Rounds:
-        if call.requests.environment is not None and tensor_parallel_group(self._model) is not None:
+        group = tensor_parallel_group(self._model)
+        if call.requests.environment is not None and group is not None and self._agree is None:
             raise GenerationError(
-                "an environment cannot be asked under tensor parallelism by engine='hf': each rank would ask "
-                "separately, and continue with another answer; generate in a layout with tp=1"
+                "ranks in tensor parallelism must take the same answers of an environment, and each would ask "
+                "separately; pass HFEngine(agree=...), which gives all ranks the first one's answers"
             )
-        return Rounds(call.longest_first(), call.requests, call.notifier, waits=self.waits)
+        asks = group is None or group.index == 0
+        return Rounds(
+            call.longest_first(), call.requests, call.notifier, waits=self.waits, agree=self._agree, asks=asks
+        )
 
     def _pads(self, samples: Sequence[Sample]) -> bool:
         """Return whether sequences of different lengths may share a batch; checked once, when there are any.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from dataclasses import replace
 from itertools import groupby, pairwise
@@ -117,7 +116,7 @@ def test_stop_strings_end_every_turn_on_its_own() -> None:
     assert max(num_turns(one) for one in made) == 3
 
 
-def test_an_environment_that_fails_or_hangs_ends_its_own_sample(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_environment_that_fails_or_hangs_ends_its_own_sample() -> None:
     is_over = threading.Event()
 
     def environment(turn: Turn) -> list[int] | None:
@@ -127,13 +126,11 @@ def test_an_environment_that_fails_or_hangs_ends_its_own_sample(caplog: pytest.L
             is_over.wait(20)
         return by_sample(turn)
 
-    with caplog.at_level(logging.WARNING):
-        made = both(environment, replace(PAIRS, max_new_tokens=60), conversation=Conversation(deadline_s=0.5))
+    made = both(environment, replace(PAIRS, max_new_tokens=60), conversation=Conversation(deadline_s=0.5))
     is_over.set()
     assert [one.sample_id for one in made if one.finish_reason == "failure"] == [2, 4]
     assert "raised ValueError(no such tool) after turn 2" in str(made[2].error)
     assert "did not answer turn 1 within deadline_s=0.5" in str(made[4].error)
-    assert caplog.text.count("2 of 10 responses were ended by a failure of their environment; the first one: the") == 2
 
 
 def test_every_turn_reads_the_whole_sequence_again() -> None:
@@ -155,5 +152,5 @@ def test_environments_that_cannot_be_asked_are_refused(monkeypatch: pytest.Monke
     with pytest.raises(GenerationError, match="bounds a conversation without environment"):
         engine.generate([[5]], GREEDY, conversation=Conversation())
     monkeypatch.setattr("lightning_realloc.generation.hf_engine.tensor_parallel_group", lambda model: object())
-    with pytest.raises(GenerationError, match=r"under tensor parallelism by engine='hf': .* a layout with tp=1"):
+    with pytest.raises(GenerationError, match=r"each would ask separately; pass HFEngine\(agree"):
         engine.generate([[5]], GREEDY, environment=tool)

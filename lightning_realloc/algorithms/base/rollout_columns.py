@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,6 +42,7 @@ from lightning_realloc.generation.loop.asking import call
 from lightning_realloc.generation.loop.environment import OnFailure
 from lightning_realloc.rewards.functions import RewardFunctions, Rewards
 
+_log = logging.getLogger(__name__)
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "failure", "unfinished", "environment", "max_turns")
 """Meanings of the numbers in a rollout's column ``finish_reason``. Checkpoints keep the numbers: add at the end."""
 _ENDS: tuple[FinishReason, ...] = ("stop", "length")
@@ -149,6 +151,7 @@ def rollout_of(prompts: Samples, completions: Sequence[Completion], dialogue: Di
     talked: Mapping[str, Column] = {}
     if dialogue is not None:
         completions, talked = dialogue.finish(completions)
+        _warn_of_failures(completions)
         completions, failures = _settled_failures(completions, dialogue.conversation.on_failure)
         talked = {**talked, **failures}
     return Samples(
@@ -166,6 +169,17 @@ def rollout_of(prompts: Samples, completions: Sequence[Completion], dialogue: Di
             **talked,
         },
     )
+
+
+def _warn_of_failures(completions: Sequence[Completion]) -> None:
+    errors = [completion.error for completion in completions if completion.error is not None]
+    if errors:
+        _log.warning(
+            "%d of %d responses have failed with their environment; the first one: %s",
+            len(errors),
+            len(completions),
+            errors[0],
+        )
 
 
 def _settled_failures(

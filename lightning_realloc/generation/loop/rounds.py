@@ -14,7 +14,7 @@ from contextlib import closing
 from typing import Protocol
 
 from lightning_realloc.generation.core.sample import Sample
-from lightning_realloc.generation.loop.environment import Conversations, check_environment
+from lightning_realloc.generation.loop.environment import Agree, Conversations, check_environment
 from lightning_realloc.generation.loop.requests import Requests
 from lightning_realloc.generation.loop.streaming import CallNotifier
 from lightning_realloc.runtime.messages.environment_waits import WaitMeter
@@ -39,6 +39,8 @@ class Rounds:
         requests: Arguments of the call, with its environment.
         notifier: Reports finished samples.
         waits: Measures how samples wait; None: nothing reads it.
+        agree: As of `Conversations`; of a tensor-parallel group, all ranks begin the same rounds.
+        asks: Whether this rank asks the environment.
 
     Raises:
         GenerationError: for an environment or a conversation that cannot be used.
@@ -52,13 +54,22 @@ class Rounds:
         *,
         waits: WaitMeter | None = None,
         clock: Callable[[], float] = time.monotonic,
+        agree: Agree | None = None,
+        asks: bool = True,
     ) -> None:
         check_environment(requests.environment, requests.conversation)
-        self._samples, self._notifier, self._clock = samples, notifier, clock
+        self._samples, self._notifier = samples, notifier
+        self._clock = clock if agree is None else lambda: agree([clock()])[0]
         self._conversations: Conversations | None = None
         if requests.environment is not None:
             self._conversations = Conversations(
-                requests.environment, requests.conversation, vocabulary=requests.vocabulary, clock=clock, waits=waits
+                requests.environment,
+                requests.conversation,
+                vocabulary=requests.vocabulary,
+                clock=clock,
+                agree=agree,
+                asks=asks,
+                waits=waits,
             )
         self._index_of = {sample.sample_id: index for index, sample in enumerate(samples)}
 

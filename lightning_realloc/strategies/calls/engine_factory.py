@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
 
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Engine, HFEngine
 from lightning_realloc.generation.core.capabilities import CAPABILITIES
+from lightning_realloc.generation.loop.environment import Agree
 from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.lockstep import Lockstep
 from lightning_realloc.strategies.calls.weight_updates import WeightUpdates
@@ -130,5 +134,25 @@ class HFEngines(EngineFactory):
     def _build(
         self, replica: Replica, peers: tuple[int, ...], max_slots: int, updates: WeightUpdates | None
     ) -> ReplicaEngine:
-        engine = HFEngine(replica.model, tokenizer=self._algorithm.tokenizer, max_slots=max_slots)
+        context = self._context
+        engine = HFEngine(
+            replica.model,
+            tokenizer=self._algorithm.tokenizer,
+            max_slots=max_slots,
+            agree=agreement(context.pool.meshes.tensor_group(replica.layout), context.device),
+        )
         return ReplicaEngine(replica=replica, engine=engine, peers=peers, updates=updates)
+
+
+def agreement(group: dist.ProcessGroup | None, device: torch.device) -> Agree | None:
+    """Return a function that broadcasts the first rank's numbers; None without a group."""
+    if group is None:
+        return None
+
+    def first_ones(numbers: Sequence[float]) -> list[float]:
+        agreed = torch.tensor(numbers, dtype=torch.float64, device=device)
+        dist.broadcast(agreed, group=group, group_src=0)
+        values: list[float] = agreed.tolist()
+        return values
+
+    return first_ones

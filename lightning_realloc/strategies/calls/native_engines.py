@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_realloc.generation import GenerationEngine
 from lightning_realloc.runtime.model.adapter_layers import adapter_config
 from lightning_realloc.strategies.calls.context import CallContext
-from lightning_realloc.strategies.calls.engine_factory import EngineFactory, ReplicaEngine
+from lightning_realloc.strategies.calls.engine_factory import EngineFactory, ReplicaEngine, agreement
 from lightning_realloc.strategies.calls.lockstep import Lockstep
 from lightning_realloc.strategies.calls.weight_updates import WeightUpdates
 from lightning_realloc.strategies.pool.replica import Replica
@@ -52,7 +51,7 @@ class NativeEngines(EngineFactory):
             cuda_graphs=options.cuda_graphs,
             compile=options.compile,
             batch_invariant=options.batch_invariant,
-            agree=_agreement(context.pool.meshes.tensor_group(replica.layout), context.device),
+            agree=agreement(context.pool.meshes.tensor_group(replica.layout), context.device),
             # Adapters are merged into the weights during a generation; newer ones wait for the next.
             poll_weights=None if updates is None or adapter_config(replica.model) is not None else updates.poll,
             peers=moves,
@@ -103,22 +102,6 @@ class NativeEngines(EngineFactory):
             return build_drafter(speculation, replica.model, spread=partial(_spread, group))
         kept = self._kept.get(replica.role)
         return kept.pop() if kept else build_drafter(speculation, replica.model)
-
-
-def _agreement(
-    group: dist.ProcessGroup | None, device: torch.device
-) -> Callable[[Sequence[float]], Sequence[float]] | None:
-    """Return a function that broadcasts the first rank's numbers; None without a group."""
-    if group is None:
-        return None
-
-    def first_ones(numbers: Sequence[float]) -> list[float]:
-        agreed = torch.tensor(numbers, dtype=torch.float64, device=device)
-        dist.broadcast(agreed, group=group, group_src=0)
-        values: list[float] = agreed.tolist()
-        return values
-
-    return first_ones
 
 
 def _spread(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:

@@ -92,6 +92,11 @@ def test_a_rollout_records_model_tokens_turns_and_what_ended_responses() -> None
     }  # fmt: skip
 
 
+def test_failed_responses_are_counted_and_the_first_cause_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    conversations()
+    assert "1 of 4 responses have failed with their environment; the first one: the tool raised" in caplog.text
+
+
 @pytest.mark.parametrize("share_prompts", [False, True])
 def test_the_response_mask_of_a_pack_keeps_the_tokens_of_the_model(share_prompts: bool) -> None:
     batch = pack_columns(conversations().select([0, 1]), CPU, share_prompts=share_prompts)

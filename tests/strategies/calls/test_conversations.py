@@ -102,9 +102,12 @@ def test_conversations_give_the_same_results_on_one_rank_and_two(workers: Worker
     assert all(step["response_length"] < length for step, length in zip(alone.logged, whole, strict=True))
 
 
-def test_a_run_that_generates_by_the_models_own_generate_has_conversations_too(workers: WorkerPool) -> None:
+@pytest.mark.parametrize(("layout", "world_size"), [("dp1", 1), ("tp2", 2)])
+def test_a_run_that_generates_by_the_models_own_generate_has_conversations_too(
+    workers: WorkerPool, layout: str, world_size: int
+) -> None:
     settings: dict[str, Any] = {"environment": informed, "conversation": Conversation(max_turns=2), "engine": "hf"}
-    for logged in run(workers, "grpo", "dp1", 1, **settings).logged:
+    for logged in run(workers, "grpo", layout, world_size, **settings).logged:
         assert logged["stopped/failure"] == 0.0
         assert 1.0 < logged["turns"] <= 2.0
 
