@@ -159,7 +159,7 @@ def read_command_line(name: str, arguments: Sequence[str], *, precision: Callabl
     _check(name, flags)
     # A link would point to a checkpoint that is still being written.
     links_last = not any(_names(setting, "async_checkpoints") for setting in settings)
-    data = data_setting(flags.data, flags.split, flags.config_name)
+    data = None if flags.data is None else data_setting(flags.data, flags.split, flags.config_name)
     agent = {} if COMMANDS[name].num_responses is None else agent_settings(flags)
     config = configuration(name, flags, data, precision(), agent=agent, links_last=links_last)
     path = None if flags.save_config is None else expand_home(Path(flags.save_config))
@@ -193,7 +193,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 def configuration(
     name: str,
     flags: argparse.Namespace,
-    data: str | Mapping[str, str],
+    data: str | Mapping[str, str] | None,
     precision: str | None,
     *,
     agent: Mapping[str, Any] | None = None,
@@ -204,7 +204,7 @@ def configuration(
     Args:
         name: Command, one of `COMMANDS`.
         flags: Flags of the command's parser.
-        data: The data module's ``data``.
+        data: The data module's ``data``; None leaves it out.
         precision: The Trainer's precision; None leaves it out.
         agent: Settings of the algorithm for tools and environments.
         links_last: Whether ``last.ckpt`` is a link to the newest checkpoint; otherwise it is a copy.
@@ -213,7 +213,9 @@ def configuration(
     generates = command.num_responses is not None
     default_batch = max(1, SEQUENCES_PER_ITERATION // flags.n) if generates else ROWS_PER_ITERATION
     model: dict[str, Any] = {command.role: flags.model, **(agent or {})}
-    rows: dict[str, Any] = {"data": data, "batch_size": flags.batch_size or default_batch}
+    rows: dict[str, Any] = {"batch_size": flags.batch_size or default_batch}
+    if data is not None:
+        rows["data"] = data
     if generates:
         if flags.reward:
             model["reward"] = reward_setting(flags.reward)
@@ -297,7 +299,9 @@ def data_setting(data: str, split: str | None, config_name: str | None) -> str |
 
 def _check(name: str, flags: argparse.Namespace) -> None:
     """Raise ConfigError for flags that are missing, out of range or contradict each other."""
-    needed = {"--model": "a Hugging Face name or folder", "--data": "a file, a folder or the name of a data set"}
+    needed = {"--model": "a Hugging Face name or folder"}
+    if getattr(flags, "environment", None) is None or flags.steps is None:
+        needed["--data"] = "a file, a folder or the name of a data set"
     if COMMANDS[name].num_responses is not None and flags.environment is None:
         needed["--reward"] = describe_names()
     for flag, example in needed.items():

@@ -24,7 +24,8 @@ from lightning_realloc.errors import DataError, require_choice
 _ARGUMENTS = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
 """Argument names that reward functions receive in addition to the data's columns."""
 
-
+EMPTY_PROMPT = [{"role": "user", "content": ""}]
+"""Prompt of rows without one, to which an environment's ``reset`` appends, as in TRL."""
 TextPrompts = Literal["plain", "user", "auto"]
 """Treatment of prompts that are text."""
 
@@ -35,7 +36,11 @@ class PromptDataModule(RowDataModule):
     A batch is :class:`Samples` with ``prompt_ids`` (token ids), ``prompt`` (the text or the messages) and every other
     column of the data as Python objects.
 
+    Rows may lack the column ``prompt`` if an environment writes prompts. Without ``data``, each has a number of its own
+    in the column ``seed``, and ``Trainer(max_steps=...)`` says how many there are.
+
     Args:
+        data: Rows, see :class:`RowDataModule`; None: the environment owns the tasks.
         prompt_column: Column with text, or with a list of messages for the chat template. A final assistant message is
             continued.
         max_prompt_tokens: Maximum length of a prompt; by default one less than the models' context.
@@ -44,7 +49,7 @@ class PromptDataModule(RowDataModule):
         text_prompts: Treatment of prompts that are text: ``"plain"`` encodes them as they are; ``"user"`` makes each a
             user message for the chat template, which an instruction-tuned model expects; ``"auto"`` does so if the
             tokenizer has a template. Reward functions receive text in any case.
-        settings: Arguments of :class:`RowDataModule` except ``long_rows``: data, batch size, held-out rows, tokenizer,
+        settings: Arguments of :class:`RowDataModule` except ``long_rows``: batch size, held-out rows, tokenizer,
             seed, order.
 
     Raises:
@@ -57,7 +62,7 @@ class PromptDataModule(RowDataModule):
 
     def __init__(
         self,
-        data: RowSource,
+        data: RowSource | None = None,
         *,
         batch_size: int,
         prompt_column: str = "prompt",
@@ -66,7 +71,8 @@ class PromptDataModule(RowDataModule):
         text_prompts: TextPrompts = "plain",
         **settings: Any,
     ) -> None:
-        super().__init__(data, batch_size=batch_size, long_rows=long_prompts, **settings)
+        super().__init__([] if data is None else data, batch_size=batch_size, long_rows=long_prompts, **settings)
+        self._has_data = data is not None
         if max_prompt_tokens is not None and max_prompt_tokens < 1:
             raise DataError(f"max_prompt_tokens={max_prompt_tokens} must be at least 1; use None for the models' limit")
         require_choice("text_prompts", text_prompts, get_args(TextPrompts), DataError)
@@ -79,17 +85,40 @@ class PromptDataModule(RowDataModule):
         """Return the prompts' column, so that equal prompts are never in both training and held-out rows."""
         return self.prompt_column
 
+    def read(self, source: RowSource) -> tuple[Row, ...]:
+        """Return all rows of a source; numbered ones of the whole run without data.
+
+        Raises:
+            DataError: also without data, if there is no environment that writes prompts, or no number of steps.
+        """
+        if self._has_data or source is not self.data:
+            return super().read(source)
+        steps = getattr(self.trainer, "max_steps", -1)
+        if not self._has_written_prompts or steps < 1:
+            raise DataError(
+                f"without data, an environment of messages writes the prompts, and Trainer(max_steps=...) bounds the "
+                f"run; the algorithm has {'one' if self._has_written_prompts else 'none'}, and max_steps={steps}; "
+                f"give both, or data="
+            )
+        return super().read([{"seed": seed} for seed in range(steps * self.batch_size)])
+
+    def shaped(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+        """Return the rows, with empty prompts where they have none and an environment writes them."""
+        if self.prompt_column != "prompt" or not self._has_written_prompts or "prompt" in rows[0].values:
+            return rows
+        return tuple(Row(row.place, {**row.values, "prompt": EMPTY_PROMPT}) for row in rows)
+
+    @property
+    def _has_written_prompts(self) -> bool:
+        return bool(getattr(self._module(), "has_written_prompts", False))
+
     def makes_messages(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         """Return whether prompts that are text become a user message."""
         return self.text_prompts == "user" or (self.text_prompts == "auto" and tokenizer.chat_template is not None)
 
     def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
         """Return ``prompt_ids``, ``prompt`` and the other columns of the rows that fit."""
-        way_out = (
-            "set prompt_column to one of them, or give every row [{'role': 'user', 'content': ''}] if an environment's "
-            "reset writes the prompt"
-        )
-        self.require(rows, self.prompt_column, way_out=way_out)
+        self.require(rows, self.prompt_column, way_out="set prompt_column to one of them")
         taken = sorted(_ARGUMENTS & rows[0].values.keys())
         if taken:
             raise DataError(

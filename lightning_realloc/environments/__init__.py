@@ -1,7 +1,7 @@
 """Environments of messages: tools, games and simulated users that answer the model's turns, one object per sample.
 
-Begin with `message_environment.MessageEnvironment`. `environment_factory.environment_factory_of` makes them of
-the settings ``environment=`` and ``tools=``. Engines know tokens alone: they ask a
+Begin with `message_environment.MessageEnvironment`. `environment_factory.EnvironmentFactory` makes them of the settings
+``environment=`` and ``tools=``. Engines know tokens alone: they ask a
 `generation.Environment`. `turns.turn_parser.TurnParser` makes a message of the model's text, and
 `turns.chat_turns.ChatTurns` the tokens of prompts and answers.
 """

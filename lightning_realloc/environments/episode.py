@@ -14,14 +14,16 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.data.chat import Message, template_input
+from lightning_realloc.data.prompts import EMPTY_PROMPT
 from lightning_realloc.environments.environment_factory import EnvironmentFactory
 from lightning_realloc.environments.message_environment import (
     MessageEnvironment,
     StepResult,
     checked_conversation,
     checked_result,
+    checked_reward,
 )
-from lightning_realloc.environments.tool_environment import AddedTools, only_calls_tools
+from lightning_realloc.environments.tool_environment import only_calls_tools, plain_environment
 from lightning_realloc.environments.trl_environment import TrlEnvironment
 from lightning_realloc.environments.turns.chat_turns import ChatTurns
 from lightning_realloc.environments.turns.turn_parser import TurnParser
@@ -132,9 +134,7 @@ class Episode:
     @property
     def shown(self) -> object:
         """The environment as reward functions get it: the user's object; None if its state is lost."""
-        own = self._environment
-        if isinstance(own, AddedTools):
-            own = own.inner
+        own = None if self._environment is None else plain_environment(self._environment)
         return own.wrapped if isinstance(own, TrlEnvironment) else own
 
     @property
@@ -199,6 +199,9 @@ class Episode:
         """Ask for the episode's reward: the environment's, else the sum of those of turns.
 
         It is 0 for an episode without any that a limit cut off, such as a game that is rewarded at its end.
+
+        Raises:
+            RewardError: for anything but a finite number.
         """
         own, environment = None, self._environment
         if environment is not None:
@@ -206,10 +209,10 @@ class Episode:
                 own = await self._retried(lambda: call(environment.get_reward))
             except Exception as error:
                 self.failure = f"the environment's get_reward raised {describe_error(error)}"
+        self.reward = checked_reward(own, f"{type(self.shown).__name__}.get_reward()")
         of_turns = [turn.result.reward for turn in self.turns if turn.result.reward is not None]
-        if own is None and self.failure is None and (of_turns or not self.is_done):
-            own = sum(of_turns)
-        self.reward = None if own is None else float(own)
+        if self.reward is None and self.failure is None and (of_turns or not self.is_done):
+            self.reward = sum(of_turns, 0.0)
 
     async def close(self) -> None:
         """Close the environment, and those that were lost."""
@@ -284,6 +287,11 @@ class Episode:
         if self._environment is None:
             environment = await call(self.options.factory.make, self.row)
             begun = checked_conversation(await call(environment.reset, self.row), environment)
+            if begun is None and self.row["prompt"] == EMPTY_PROMPT:
+                raise ConfigError(
+                    f"{type(plain_environment(environment)).__name__}.reset wrote no prompt, and the row has none; "
+                    f"return one there, or give the data a column 'prompt'"
+                )
             self.prompt = self.row["prompt"] if begun is None else begun
             self.tools = [tool.schema for tool in environment.tools] or self.tools
             self.changes_prompt = begun is not None or bool(environment.tools)

@@ -17,7 +17,6 @@ from lightning_realloc.environments.tools.tool import Tool, check_distinct, tool
 from lightning_realloc.environments.tools.tool_calls import (
     DEFAULT_ANSWER_CHARACTERS,
     DEFAULT_DEADLINE_S,
-    CallLimits,
     ToolRunner,
 )
 from lightning_realloc.errors import ConfigError
@@ -59,23 +58,17 @@ class ToolEnvironment(MessageEnvironment):
         tool_deadline_s: float = DEFAULT_DEADLINE_S,
         max_answer_characters: int = DEFAULT_ANSWER_CHARACTERS,
     ) -> None:
-        limits = CallLimits(deadline_s=tool_deadline_s, answer_characters=max_answer_characters)
-        self._runner = ToolRunner(tools_of(tools), limits)
+        if isinstance(tool_deadline_s, bool) or not isinstance(tool_deadline_s, int | float) or not tool_deadline_s > 0:
+            raise ConfigError(f"tool_deadline_s={tool_deadline_s!r} must be above 0; use math.inf to wait for ever")
+        most = max_answer_characters
+        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+            raise ConfigError(f"max_answer_characters={most!r} must be a whole number of at least 1")
+        self._runner = ToolRunner(tools_of(tools), deadline_s=tool_deadline_s, max_characters=most)
 
     @property
     def tools(self) -> Sequence[Tool]:
         """Tools that the chat template shows to the model."""
         return tuple(self._calls.tools.values())
-
-    def add_tools(self, tools: Sequence[Tool]) -> None:
-        """Add tools, before those that are there.
-
-        Raises:
-            ConfigError: for a name that is there already.
-        """
-        together = (*tools, *self.tools)
-        check_distinct(together)
-        self._runner = ToolRunner(together, self._calls.limits)
 
     async def step(self, message: Message) -> StepResult:
         """Return the answers to the message's calls, in their order; without calls, the episode is done."""
@@ -102,13 +95,11 @@ class AddedTools(MessageEnvironment):
     Args:
         inner: The environment.
         tools: Further tools, which come first in the prompt.
-        limits: Bounds of their calls.
     """
 
-    def __init__(self, inner: MessageEnvironment, tools: Sequence[Tool], limits: CallLimits) -> None:
+    def __init__(self, inner: MessageEnvironment, tools: Sequence[Tool]) -> None:
         self.inner = inner
         self._own = tuple(tools)
-        self._limits = limits
 
     @property
     def tools(self) -> Sequence[Tool]:
@@ -127,7 +118,7 @@ class AddedTools(MessageEnvironment):
         known = {tool.name for tool in checked_tools(self.inner)}
         for_inner = [found for found in calls if _name_of(found) in known]
         own = [found for found in calls if _name_of(found) not in known]
-        answers, metrics = await ToolRunner(self.tools, self._limits).answers(own)
+        answers, metrics = await ToolRunner(self.tools).answers(own)
         if own and not for_inner:
             return StepResult(answers, metrics=metrics)
         rest = {name: value for name, value in message.items() if name != "tool_calls"}
@@ -146,9 +137,14 @@ class AddedTools(MessageEnvironment):
         await call(self.inner.close)
 
 
+def plain_environment(environment: MessageEnvironment) -> MessageEnvironment:
+    """Return an environment without tools that were added to it."""
+    return environment.inner if isinstance(environment, AddedTools) else environment
+
+
 def only_calls_tools(environment: MessageEnvironment) -> bool:
     """Return whether an environment does nothing in a step but carry out the turn's calls."""
-    return type(environment).step is ToolEnvironment.step
+    return type(plain_environment(environment)).step is ToolEnvironment.step
 
 
 def _name_of(found: Mapping[str, Any]) -> object:

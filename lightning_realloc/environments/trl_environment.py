@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning_realloc.data.chat import as_message, is_conversation
-from lightning_realloc.environments.message_environment import Message, checked_reward
+from lightning_realloc.data.prompts import EMPTY_PROMPT
+from lightning_realloc.environments.message_environment import Message
 from lightning_realloc.environments.tool_environment import ToolEnvironment
 from lightning_realloc.environments.tools.arguments import CallError
 from lightning_realloc.environments.tools.tool import RESERVED_NAMES, Tool
-from lightning_realloc.environments.tools.tool_calls import CallLimits, content_parts
+from lightning_realloc.environments.tools.tool_calls import content_parts
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation.loop.asking import call
 from lightning_realloc.rewards.signatures import accepted
@@ -41,24 +42,20 @@ class TrlEnvironment(ToolEnvironment):
 
     Args:
         wrapped: The object. Methods may be ``async``.
-        limits: Bounds of each call.
         control_column: Column that selects the environment, which ``reset`` does not get; None: there is none.
         give_back: Receives the object at the end.
+        bounds: Those of `ToolEnvironment`.
     """
 
     def __init__(
         self,
         wrapped: Any,
-        limits: CallLimits,
         *,
         control_column: str | None = None,
         give_back: Callable[[Any], None] | None = None,
+        **bounds: Any,
     ) -> None:
-        super().__init__(
-            _methods(wrapped),
-            tool_deadline_s=limits.deadline_s,
-            max_answer_characters=limits.answer_characters,
-        )
+        super().__init__(_methods(wrapped), **bounds)
         self._wrapped = wrapped
         self._control_column = control_column
         self._give_back = give_back
@@ -96,14 +93,9 @@ class TrlEnvironment(ToolEnvironment):
         return _appended(row.get("prompt"), parts)
 
     async def get_reward(self) -> float | None:
-        """Return the object's reward; None: it has none.
-
-        Raises:
-            RewardError: for anything but a finite number.
-        """
-        if not self.has_reward:
-            return None
-        return checked_reward(await self._ask(self._wrapped.get_reward), f"{type(self._wrapped).__name__}.get_reward()")
+        """Return the object's reward; None: it has none."""
+        reward: float | None = await self._ask(self._wrapped.get_reward) if self.has_reward else None
+        return reward
 
     async def close(self) -> None:
         """Close the object, or give it back for another episode."""
@@ -134,7 +126,7 @@ def _methods(wrapped: object) -> list[Tool]:
 
 
 def _appended(prompt: object, parts: Sequence[str]) -> list[Message]:
-    messages = as_message(prompt, True) or [{"role": "user", "content": ""}]
+    messages = as_message(prompt, True) or EMPTY_PROMPT
     if not is_conversation(messages):
         raise ConfigError(f"the row's prompt must be text or messages with 'role' and 'content'; it is {prompt!r:.80}")
     last = dict(messages[-1])

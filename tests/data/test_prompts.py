@@ -54,6 +54,13 @@ def test_texts_and_messages_keep_their_order_and_an_invalid_row_is_named() -> No
         _module(rows, tokenizer=tokenizer)
 
 
+def test_only_an_environment_lets_the_data_lack_prompts() -> None:
+    with pytest.raises(DataError, match=r"an environment of messages writes the prompts, .* has none, .* or data="):
+        _module(None)
+    with pytest.raises(DataError, match=r"no column 'prompt', only \['answer'\]; .* set prompt_column to one of them"):
+        _module([{"answer": "4"}])
+
+
 def test_batches_hold_token_ids_the_prompt_and_every_other_column(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -179,7 +186,7 @@ def test_held_out_rows_are_not_trained_on() -> None:
 @pytest.mark.parametrize(
     ("rows", "settings", "rule"),
     [
-        ([{"text": "a"}], {}, r"line 1 has no column 'prompt', only \['text'\].* reset writes the prompt"),
+        ([{"text": "a"}], {}, r"line 1 has no column 'prompt', only \['text'\]; .* set prompt_column to one of them"),
         ([{"prompt": "a"}, {"prompt": 3}], {}, "line 2: expected text or a list of messages .* got int 3"),
         ([{"prompt": "a"}, {"prompt": ""}], {}, "line 2: a prompt needs at least one token"),
         (

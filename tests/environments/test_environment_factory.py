@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from lightning_realloc.environments import MessageEnvironment, StepResult, ToolEnvironment
-from lightning_realloc.environments.environment_factory import environment_factory_of, is_message_source
+from lightning_realloc.environments.environment_factory import EnvironmentFactory, is_message_source
+from lightning_realloc.environments.tool_environment import plain_environment
 from lightning_realloc.environments.tools.tool import tools_of
 from lightning_realloc.environments.trl_environment import TrlEnvironment
-from lightning_realloc.errors import ConfigError, DataError
+from lightning_realloc.errors import ConfigError
 from tests.environments.some_tools import AsyncCounter, Counter, Echo, add, call, shout, turn
 
 
@@ -62,24 +63,26 @@ def names(environment: MessageEnvironment) -> list[str]:
         (Counter, TrlEnvironment, None), (Counter(), TrlEnvironment, None),
         (functools.partial(Counter), TrlEnvironment, None),
         ("tests.environments.some_tools:Counter", TrlEnvironment, None),
+        ({"class_path": f"{__name__}.NeedyCounter", "init_args": {"path": "a"}}, TrlEnvironment, None),
+        ({"class_path": "tests.environments.some_tools.Echo", "init_args": {"most": 4}}, Echo, 4),
+        ({"class_path": "tests.environments.some_tools.Echo"}, Echo, 2),
     ],
 )  # fmt: skip
 def test_each_form_of_a_source_makes_an_environment_of_its_own_for_every_sample(
     source: Any, kind: type, most: int | None
 ) -> None:
     assert is_message_source(source)
-    factory = environment_factory_of(source)
+    factory = EnvironmentFactory(source)
     made = [factory.make({}) for _ in range(3)]
     assert all(type(environment) is kind for environment in made)
     states = [environment._wrapped if isinstance(environment, TrlEnvironment) else environment for environment in made]
     assert len(set(map(id, states))) == 3 and not any(state is source for state in states)
     assert most is None or [environment.most for environment in made] == [most] * 3  # type: ignore[attr-defined]
-    assert factory.needs_row_column is None and not factory.by_name
 
 
 def test_copies_of_an_object_share_nothing() -> None:
     prototype = Echo()
-    factory = environment_factory_of(prototype)
+    factory = EnvironmentFactory(prototype)
     first, second = factory.make({}), factory.make({})
     first.step(turn(content="a"))
     assert isinstance(first, Echo) and isinstance(second, Echo)
@@ -87,18 +90,16 @@ def test_copies_of_an_object_share_nothing() -> None:
 
 
 def test_tools_alone_are_an_environment() -> None:
-    factory = environment_factory_of(None, [add, shout], tool_deadline_s=3.0, max_answer_characters=50)
+    factory = EnvironmentFactory(None, [add, shout])
     environment = factory.make({})
     assert names(environment) == ["add", "shout"] == [tool.name for tool in factory.tools]
-    assert factory.has_reward is False
-    result = asyncio.run(environment.step(turn(call("shout", {"text": "x" * 60}))))  # type: ignore[arg-type]
-    assert result.messages[0]["content"].startswith("X" * 50 + "\n[cut off")
+    assert not factory.gives_rewards and not factory.writes_prompts
     assert environment is not factory.make({})
 
 
 @pytest.mark.parametrize("source", [Counter, Echo, Judged, FromRow])
 def test_tools_are_added_to_those_of_an_environment(source: type) -> None:
-    factory = environment_factory_of(source, [shout])
+    factory = EnvironmentFactory(source, [shout])
     for _ in range(2):
         environment = factory.make({})
         asyncio.run(_begin(environment))
@@ -120,37 +121,38 @@ async def _step(environment: MessageEnvironment, message: Any) -> StepResult:
 
 
 @pytest.mark.parametrize(
-    ("source", "tools", "has_reward", "known"),
+    ("source", "tools", "rewards", "known"),
     [
-        (Counter, [], True, ["increment"]), (AsyncCounter, [], False, ["increment"]), (Echo, [], None, []),
-        (Echo, [add], None, ["add"]), (Rewarded, [add], True, ["add"]), (Judged, [], None, ["add"]),
-        (FromRow, [], None, []), (functools.partial(ToolEnvironment, [add]), [], False, ["add"]),
-        ({"a": Counter, "b": AsyncCounter}, [], False, ["increment"]),
-        ({"a": Counter, "b": Rewarded}, [], True, ["increment"]),
-        ({"a": Counter, "b": Echo}, [shout], None, ["shout", "increment"]),
+        (Counter, [], True, ["increment"]), (AsyncCounter, [], False, ["increment"]), (Echo, [], True, []),
+        (Echo, [add], True, ["add"]), (Rewarded, [add], True, ["add"]), (Judged, [], True, ["add"]),
+        (FromRow, [], True, []), (functools.partial(ToolEnvironment, [add]), [], False, ["add"]),
+        ({"a": AsyncCounter, "b": Counter}, [], True, ["increment"]),
+        ({"a": Echo, "b": Counter}, [shout], True, ["shout", "increment"]),
     ],
 )  # fmt: skip
 def test_rewards_and_tools_are_known_before_the_first_row(
-    source: Any, tools: list[Any], has_reward: bool | None, known: list[str]
+    source: Any, tools: list[Any], rewards: bool, known: list[str]
 ) -> None:
-    factory = environment_factory_of(source, tools)
-    assert factory.has_reward is has_reward
+    factory = EnvironmentFactory(source, tools)
+    assert factory.gives_rewards is rewards
+    assert factory.writes_prompts is (source in (Counter, AsyncCounter, FromRow) or isinstance(source, dict))
     assert [tool.name for tool in factory.tools] == known
 
 
 def test_the_column_selects_one_of_several_environments_and_stays_out_of_resets() -> None:
-    factory = environment_factory_of({"count": Counter, "echo": "tests.environments.some_tools:Echo"})
-    assert factory.needs_row_column == "environment" and set(factory.by_name) == {"count", "echo"}
+    factory = EnvironmentFactory({"count": Counter, "echo": "tests.environments.some_tools:Echo"})
     counter = factory.make({"environment": "count"})
     assert isinstance(counter, TrlEnvironment) and isinstance(factory.make({"environment": "echo"}), Echo)
     asyncio.run(counter.reset({"environment": "count", "level": 3}))
     assert counter._wrapped.columns == {"level": 3}
-    with pytest.raises(DataError, match=r"names one of 'count', 'echo'; in a row it is 'chess'; correct the row"):
+    with pytest.raises(ConfigError, match=r"names one of 'count', 'echo'; in a row it is 'chess'; correct the row"):
         factory.make({"environment": "chess"})
-    with pytest.raises(DataError, match=r"in a row it is missing, of columns \['level', 'prompt'\]"):
+    with pytest.raises(ConfigError, match=r"in a row it is missing, of columns \['level', 'prompt'\]"):
         factory.make({"prompt": "?", "level": 3})
-    with pytest.raises(DataError, match="in a row it is None"):
-        factory.make({"environment": None})
+    factory.check_rows({"environment": ["count", "echo", "count"]})
+    for columns, given in (({"environment": ["count", None]}, "is None"), ({"level": [1]}, "is missing, of columns")):
+        with pytest.raises(ConfigError, match=f"in a row it {given}"):
+            factory.check_rows(columns)
 
 
 class Needy(MessageEnvironment):
@@ -177,15 +179,17 @@ class Connected(MessageEnvironment):
     ("source", "tools", "rule"),
     [
         (None, [], r"environment=None and tools=\[\] make no environment; give one of them"),
-        (Needy, [], r"environment=Needy needs some \(missing .*: 'path'\); give functools\.partial\(Needy"),
-        (NeedyCounter, [], r"environment=NeedyCounter needs some .* or an object of it"),
-        (Broken, [], r"environment=Broken could not be made without arguments \(OSError: no server\)"),
+        (Needy, [], r"environment=Needy cannot be made \(TypeError.*'path'\); .* give functools\.partial\("),
+        (NeedyCounter, [], r"environment=NeedyCounter cannot be made \(TypeError"),
+        (Broken, [], r"environment=Broken cannot be made \(OSError: no server\)"),
+        ({"class_path": f"{__name__}.NeedyCounter", "init_args": {"way": 1}}, [], r"cannot be made \(TypeError.*'way'"),
+        ({"a": {"class_path": "os.mkdir", "init_args": {"path": "x"}}}, [], r"class_path='os.mkdir' names no class"),
         (Connected(), [], r"cannot be copied \(TypeError.*give its class, or functools\.partial"),
         (7, [], r"environment=7 is a int; give a class or object of MessageEnvironment"),
         (int, [], r"environment=int makes a int; it must make a MessageEnvironment, or an object with a method reset"),
         ({}, [], r"maps names to environments; got environment=\{\}"),
         ({"a": {"b": Echo}}, [], r"environment\['a'\]=.* is a dict"),
-        ({"a": Echo, "b": Needy}, [], r"environment\['b'\]=Needy needs some"),
+        ({"a": Echo, "b": Needy}, [], r"environment\['b'\]=Needy cannot be made"),
         ("tests.environments.some_tools:Ecko", [], "environment '.*:Ecko' cannot be imported"),
         (Judged, [add], r"'add' is that of .*; rename one of them"),
         (type("Desk", (Echo,), {"tools": tools_of([add])}), [add], r"'add' is that of .*; rename one of them"),
@@ -195,7 +199,7 @@ class Connected(MessageEnvironment):
 )  # fmt: skip
 def test_settings_of_which_no_environment_can_be_made_are_refused(source: Any, tools: Any, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
-        environment_factory_of(source, tools)
+        EnvironmentFactory(source, tools)
 
 
 def test_objects_of_trl_are_constructed_once_and_reset_for_the_next_sample() -> None:
@@ -206,7 +210,7 @@ def test_objects_of_trl_are_constructed_once_and_reset_for_the_next_sample() -> 
             super().__init__()
             made.append(self)
 
-    factory = environment_factory_of(Counted)
+    factory = EnvironmentFactory(Counted)
     environments = [factory.make({}) for _ in range(2)]
     for environment in environments:
         asyncio.run(environment.close())  # type: ignore[arg-type]
@@ -216,30 +220,13 @@ def test_objects_of_trl_are_constructed_once_and_reset_for_the_next_sample() -> 
 
 
 def test_factories_reach_other_processes_without_the_objects_of_this_one() -> None:
-    factory = environment_factory_of({"a": Counter, "b": functools.partial(Echo, 4)}, [shout])
-    factory.check_picklable()
+    factory = EnvironmentFactory({"a": Counter, "b": functools.partial(Echo, 4)}, [shout])
     there = pickle.loads(pickle.dumps(factory))
     environment = there.make({"environment": "a"})
-    assert isinstance(environment, TrlEnvironment) and environment._wrapped.count == -1
-    assert names(environment) == ["shout", "increment"] and there.has_reward is None
-    environment_factory_of(Connected).check_picklable()  # its object stays here
-
-
-def test_what_cannot_be_pickled_is_refused_with_the_way_out() -> None:
-    class Local(Echo):
-        pass
-
-    for source, tools in ((Local, []), (None, [*tools_of([lambda_tool()])])):
-        with pytest.raises(ConfigError, match=r"cannot be pickled \(.*at the top of a module, or give import paths"):
-            environment_factory_of(source, tools).check_picklable()
-
-
-def lambda_tool() -> Any:
-    def one() -> int:
-        """Return 1."""
-        return 1
-
-    return one
+    own = plain_environment(environment)
+    assert isinstance(own, TrlEnvironment) and own._wrapped.count == -1
+    assert names(environment) == ["shout", "increment"]
+    pickle.dumps(EnvironmentFactory(Connected))  # its object stays here
 
 
 class OfTokens:

@@ -17,15 +17,16 @@ import torch
 from lightning_realloc.batch.json_column import json_values
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.environments import MessageEnvironment, StepResult, ToolEnvironment
-from lightning_realloc.environments.environment_factory import environment_factory_of
+from lightning_realloc.environments.environment_factory import EnvironmentFactory
 from lightning_realloc.environments.episode import EpisodeOptions
 from lightning_realloc.environments.episodes import Episodes
 from lightning_realloc.environments.turns.turn_parser import TurnParser
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, RewardError
 from lightning_realloc.generation import Completion, Conversation, GenerationEngine, SamplingParams
 from lightning_realloc.generation.core.sample import FinishReason
 from lightning_realloc.rewards.functions import RewardFunctions
 from tests.environments.guessing import END, WORDS, Guessing, chat_model, chat_tokenizer
+from tests.environments.some_tools import Counter
 
 PARAMS = SamplingParams(max_new_tokens=40, seed=3)
 
@@ -33,7 +34,7 @@ PARAMS = SamplingParams(max_new_tokens=40, seed=3)
 def options(source: Any, **bounds: Any) -> EpisodeOptions:
     """Return options for the tokenizer of words."""
     tokenizer = chat_tokenizer()
-    factory, parser = environment_factory_of(source), TurnParser(tokenizer)
+    factory, parser = EnvironmentFactory(source), TurnParser(tokenizer)
     return EpisodeOptions(factory, tokenizer, frozenset({END}), {}, parser, Conversation(**bounds))
 
 
@@ -283,6 +284,16 @@ def test_failures_end_the_episode_and_are_named(where: str) -> None:
     expected = {"reset": "no port is free", "reward": "the score is lost"}[where]
     assert all(expected in talk["failure"] for talk, c in zip(_talks(columns), completions, strict=True) if c.error)
     assert all(map(math.isnan, _rewards(columns)))
+
+
+@pytest.mark.parametrize("reward", ["ten", math.nan])
+def test_a_reward_that_is_no_number_ends_the_run(reward: Any) -> None:
+    for base in (Guessing, Counter):
+        source = type("Judging", (base,), {"get_reward": lambda self: reward})
+        episodes = Episodes(options(source))
+        with pytest.raises(RewardError, match=rf"Judging\.get_reward\(\) must be a finite number.*got '?{reward}"):
+            episodes.finish(generate(episodes, prompts(2)))
+        episodes.close()
 
 
 def _talks(columns: Mapping[str, Any]) -> list[Any]:

@@ -13,7 +13,6 @@ import pytest
 from lightning_realloc.environments import StepResult, Tool, ToolEnvironment
 from lightning_realloc.environments.tool_environment import AddedTools
 from lightning_realloc.environments.tools.tool import tools_of
-from lightning_realloc.environments.tools.tool_calls import CallLimits
 from lightning_realloc.errors import ConfigError
 from tests.environments.some_tools import Echo, add, call, shout, turn
 
@@ -271,7 +270,7 @@ class Desk(Echo):
 
 def test_added_tools_answer_their_calls_and_leave_the_rest_to_the_environment() -> None:
     desk = Desk()
-    environment = AddedTools(desk, tools_of([shout]), CallLimits())
+    environment = AddedTools(desk, tools_of([shout]))
     assert [tool.name for tool in environment.tools] == ["shout", "add"]
     shouted, added, invented = call("shout", {"text": "a"}, 0), call("add", {"a": 1}, 1), call("find", {}, 2)
 

@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 
-from lightning_realloc.environments.tools.tool_calls import CallLimits
 from lightning_realloc.environments.trl_environment import TrlEnvironment
-from lightning_realloc.errors import ConfigError, RewardError
+from lightning_realloc.errors import ConfigError
 from tests.environments.some_tools import AsyncCounter, Counter, call, turn
 
 ROW = {"prompt": [{"role": "system", "content": "Count."}, {"role": "user", "content": "Reach 10."}], "start": 7}
 
 
 def trl(wrapped: Any, **settings: Any) -> TrlEnvironment:
-    return TrlEnvironment(wrapped, CallLimits(deadline_s=settings.pop("deadline_s", 30.0)), **settings)
+    return TrlEnvironment(wrapped, **settings)
 
 
 async def contents(environment: TrlEnvironment, *calls: Any) -> list[Any]:
@@ -123,9 +122,6 @@ class Numbers(Counter):
     def reset(self, **columns: Any) -> Any:
         return 7
 
-    def get_reward(self) -> Any:
-        return "ten"
-
 
 class Stepping(Counter):
     def step(self, action: str) -> str:
@@ -149,8 +145,6 @@ def test_objects_outside_the_contract_are_refused_by_name() -> None:
         asyncio.run(trl(Numbers()).reset({}))
     with pytest.raises(ConfigError, match=r"Pictures\.reset must return text: .* of type image.*; describe the rest"):
         asyncio.run(trl(Pictures()).reset({}))
-    with pytest.raises(RewardError, match=r"Numbers\.get_reward\(\) must be a finite number.*got 'ten'"):
-        asyncio.run(trl(Numbers()).get_reward())
     with pytest.raises(ConfigError, match=r"Stepping has a method 'step'.*derive from MessageEnvironment.*rename"):
         trl(Stepping())
     with pytest.raises(ConfigError, match="'increment' cannot be described to the model"):
@@ -190,7 +184,7 @@ def test_an_object_whose_method_may_still_run_is_not_given_back() -> None:
             return ""
 
     async def episodes() -> None:
-        environment = trl(Slow(), give_back=back.append, deadline_s=0.02)
+        environment = trl(Slow(), give_back=back.append, tool_deadline_s=0.02)
         assert "did not answer" in (await contents(environment, call("wait", {})))[0]
         await environment.close()
         environment = trl(Slow(), give_back=back.append)

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from lightning_realloc.batch.samples import Ragged, Samples
-from lightning_realloc.environments.environment_factory import environment_factory_of
+from lightning_realloc.environments.environment_factory import EnvironmentFactory
 from lightning_realloc.environments.episode import EpisodeOptions
 from lightning_realloc.environments.episodes import Episodes
 from lightning_realloc.environments.turns.turn_parser import TurnParser
@@ -104,7 +104,7 @@ def chat_tokenizer_of(name: str) -> PreTrainedTokenizerFast:
 
 def episodes_of(tokenizer: PreTrainedTokenizerFast, environment: Any, tools: Sequence[Any], **bounds: Any) -> Episodes:
     """Return the episodes of one call of an engine."""
-    factory, stops = environment_factory_of(environment, tools), frozenset({tokenizer.eos_token_id})
+    factory, stops = EnvironmentFactory(environment, tools), frozenset({tokenizer.eos_token_id})
     return Episodes(EpisodeOptions(factory, tokenizer, stops, {}, TurnParser(tokenizer), Conversation(**bounds)))
 
 

@@ -14,11 +14,7 @@ from lightning_realloc.algorithms.base.rollout_columns import Dialogue, RowEnvir
 from lightning_realloc.algorithms.rollout.environments import EnvironmentSource, import_environment, make_environment
 from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.batch.samples import Column, Ragged, Samples
-from lightning_realloc.environments.environment_factory import (
-    EnvironmentFactory,
-    environment_factory_of,
-    is_message_source,
-)
+from lightning_realloc.environments.environment_factory import EnvironmentFactory, is_message_source
 from lightning_realloc.environments.episode import EpisodeOptions
 from lightning_realloc.environments.episodes import Episodes
 from lightning_realloc.environments.turns.turn_parser import Parser, TurnParser
@@ -86,6 +82,8 @@ class Dialogues(ABC):
 
     gives_rewards: bool
     """Whether environments may reward responses."""
+    writes_prompts: bool
+    """Whether environments may write prompts."""
 
     def __init__(self, bounds: Conversation) -> None:
         self.bounds = bounds
@@ -105,6 +103,9 @@ class Dialogues(ABC):
             ConfigError: if it cannot be used.
         """
 
+    def check_rows(self, columns: Mapping[str, Sequence[object]]) -> None:  # noqa: B027
+        """Raise ConfigError for columns of the data that the environment cannot use."""
+
     @abstractmethod
     def make(self, engine: Engine, prompts: Samples, num_responses: int, *, continues: bool) -> Dialogue:
         """Return the dialogue of one call.
@@ -123,7 +124,7 @@ class Dialogues(ABC):
 class TokenDialogues(Dialogues):
     """One environment of tokens for all samples of a rank."""
 
-    gives_rewards = False
+    gives_rewards = writes_prompts = False
 
     def __init__(self, environment: EnvironmentSource, bounds: Conversation) -> None:
         super().__init__(bounds)
@@ -149,8 +150,7 @@ class EpisodeDialogues(Dialogues):
     def __init__(self, factory: EnvironmentFactory, parser: Parser | None, bounds: Conversation) -> None:
         super().__init__(bounds)
         self.factory = factory
-        kinds = factory.by_name.values() or [factory]
-        self.gives_rewards = any(kind.has_reward is not False for kind in kinds)
+        self.gives_rewards, self.writes_prompts = factory.gives_rewards, factory.writes_prompts
         self._parser = parser
         self._options: EpisodeOptions | None = None
         self.functions: RewardFunctions | None = None
@@ -167,6 +167,9 @@ class EpisodeDialogues(Dialogues):
         options.chat({})[0].check(schemas)
         parser.check(schemas)
         self._options = options
+
+    def check_rows(self, columns: Mapping[str, Sequence[object]]) -> None:
+        self.factory.check_rows(columns)
 
     def make(self, engine: Engine, prompts: Samples, num_responses: int, *, continues: bool) -> Dialogue:
         assert self._options is not None, "the environment is prepared with the models"
@@ -199,7 +202,7 @@ def dialogues_of(
         return None
     bounds = conversation or Conversation()
     if environment is None or is_message_source(environment):
-        return EpisodeDialogues(environment_factory_of(environment, tools), parser, bounds)
+        return EpisodeDialogues(EnvironmentFactory(environment, tools), parser, bounds)
     for name, setting in (("tools", tools), ("parser", parser)):
         if setting:
             raise ConfigError(

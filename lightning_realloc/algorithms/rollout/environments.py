@@ -12,9 +12,8 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Environment
 from lightning_realloc.rewards.signatures import check_takes, import_function
 
-EnvironmentSource = (
-    str | Mapping[str, str | MessageEnvironment | Callable[..., Any]] | MessageEnvironment | Callable[..., Any]
-)
+# This order matters: jsonargparse makes objects of the first type that fits, and a mapping always does.
+EnvironmentSource = str | MessageEnvironment | Callable[..., Any] | Mapping[str, Any]
 """An environment of messages: its class, an object to copy, a function that makes one, or several of these by name. Or
 one of tokens: a function of a turn, or a class of such functions that is constructed from the tokenizer. Or an import
 path."""
@@ -34,7 +33,10 @@ def import_environment(source: EnvironmentSource) -> Callable[..., Any]:
             f"the tokenizer, or the import path of one"
         )
     argument = "the tokenizer" if isinstance(found, type) else "a Turn"
-    check_takes(found, argument, what="environment", way_out="give its other arguments defaults", error=ConfigError)
+    way_out = "give its other arguments defaults"
+    if isinstance(found, type):
+        way_out += ", or, if it answers in messages, derive it from MessageEnvironment or give it a method reset"
+    check_takes(found, argument, what="environment", way_out=way_out, error=ConfigError)
     return found
 
 

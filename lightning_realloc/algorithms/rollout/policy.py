@@ -106,6 +106,8 @@ class PolicyModule(MultiModelModule):
             data = None if self._trainer is None else getattr(self.trainer, "datamodule", None)
             template = getattr(data, "chat_template_kwargs", {})
             self._dialogues.prepare(self.tokenizer, self._stop_token_ids(), template)
+            for table in getattr(data, "tables", {}).values():
+                self._dialogues.check_rows(table.data)
         unfollowed = penalties_of(self.models()["actor"], self.sampling) if new else {}
         if unfollowed:
             rank_zero_warn(
@@ -136,6 +138,11 @@ class PolicyModule(MultiModelModule):
     @property
     def has_environment(self) -> bool:
         return self._dialogues is not None
+
+    @property
+    def has_written_prompts(self) -> bool:
+        """Whether an environment may write the prompts, so that the data needs none."""
+        return self._dialogues is not None and self._dialogues.writes_prompts
 
     @property
     def training_now(self) -> bool:

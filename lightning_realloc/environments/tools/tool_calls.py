@@ -15,7 +15,6 @@ from typing import Any
 from lightning_realloc.data.chat import Message
 from lightning_realloc.environments.tools.arguments import CallError, arguments_of
 from lightning_realloc.environments.tools.tool import Tool
-from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation.loop.asking import call
 from lightning_realloc.rewards.signatures import is_async
 
@@ -26,23 +25,6 @@ DEFAULT_DEADLINE_S = 30.0
 """Most seconds of a call; less than `Conversation.deadline_s`, which fails the whole turn."""
 DEFAULT_ANSWER_CHARACTERS = 20_000
 """Most characters of an answer, about 5,000 tokens; more fill the context of small models with one answer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallLimits:
-    """Bounds of one tool call."""
-
-    deadline_s: float = DEFAULT_DEADLINE_S
-    """Most seconds until its result; infinity: the turn's deadline alone bounds it."""
-    answer_characters: int = DEFAULT_ANSWER_CHARACTERS
-    """Most characters of its answer; the rest is cut off, which the answer says."""
-
-    def __post_init__(self) -> None:
-        if isinstance(self.deadline_s, bool) or not isinstance(self.deadline_s, int | float) or not self.deadline_s > 0:
-            raise ConfigError(f"tool_deadline_s={self.deadline_s!r} must be above 0; use math.inf to wait for ever")
-        characters = self.answer_characters
-        if isinstance(characters, bool) or not isinstance(characters, int) or characters < 1:
-            raise ConfigError(f"max_answer_characters={characters!r} must be a whole number of at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +44,19 @@ class ToolRunner:
 
     Args:
         tools: The tools that calls may name.
-        limits: Bounds of each call.
+        deadline_s: Most seconds of one call; infinity: the turn's deadline alone bounds it.
+        max_characters: Most characters of one answer; the rest is cut off, which the answer says.
     """
 
-    def __init__(self, tools: Iterable[Tool], limits: CallLimits) -> None:
+    def __init__(
+        self,
+        tools: Iterable[Tool],
+        *,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        max_characters: int = DEFAULT_ANSWER_CHARACTERS,
+    ) -> None:
         self.tools = {tool.name: tool for tool in tools}
-        self.limits = limits
+        self._deadline_s, self._max_characters = deadline_s, max_characters
         self.has_abandoned = False
         """Whether a call was given up, whose function may still run in its thread."""
 
@@ -123,7 +112,7 @@ class ToolRunner:
             known = ", ".join(self.tools) or "none"
             raise CallError(f"there is no tool {name!r}; the tools are: {known}")
         given = arguments_of(tool, arguments)
-        deadline_s = self.limits.deadline_s
+        deadline_s = self._deadline_s
         try:
             async with asyncio.timeout(deadline_s if math.isfinite(deadline_s) else None) as deadline:
                 return await call(tool.function, **given)
@@ -134,7 +123,7 @@ class ToolRunner:
             raise CallError(f"{name} did not answer within {deadline_s:g} seconds") from None
 
     def _cut(self, text: str) -> str:
-        most = self.limits.answer_characters
+        most = self._max_characters
         if len(text) <= most:
             return text
         return f"{text[:most]}\n[cut off here: these are the first {most} of {len(text)} characters]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from torch.optim import AdamW
 
 from lightning_realloc.algorithms.base.generation_options import GenerationOptions, SampleReallocation
 from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.generation import Conversation, RolloutBudget, SamplingParams
 from tests.environments.guessing import Guessing, chat_model, chat_tokenizer
 from tests.generation.random_moves import at_random, moving
@@ -21,7 +23,7 @@ from tests.strategies import runs
 from tests.strategies.calls.test_sample_reallocation import Moved
 from tests.strategies.calls.test_speculation import plan_of
 from tests.strategies.runs import Outcome
-from tests.workers import WorkerPool
+from tests.workers import WorkerFailure, WorkerPool
 
 SAMPLING = SamplingParams(n=2, max_new_tokens=40)
 BOUNDS = Conversation(max_turns=4)
@@ -141,6 +143,61 @@ def test_reward_functions_read_environments(workers: WorkerPool, settings: dict[
     for count, reward in zip(num_guesses, plain.rewards[0], strict=True):
         lost, solved = -0.1 * count, 1 - 0.1 * count - 0.1 * (count - 1)
         assert reward == pytest.approx(lost, abs=1e-5) or reward == pytest.approx(solved, abs=1e-5)
+
+
+class Owner(Guessing):
+    """Writes the prompt, and draws the number."""
+
+    def reset(self, row: Mapping[str, Any]) -> Any:
+        """Begin the game of a row."""
+        super().reset({"secret": random.Random(row["seed"]).randrange(6)})
+        return [{"role": "user", "content": "Guess"}]
+
+
+class Shop:
+    """Has TRL's contract, and rewards its own number."""
+
+    def reset(self, seed: int) -> str:
+        """Begin with a number."""
+        self.seed = seed
+        return "Guess"
+
+    def get_reward(self) -> float:
+        """Return the number."""
+        return float(self.seed)
+
+
+def play_without_prompts(environment: Any, rows: Any, limits: Mapping[str, int]) -> list[dict[str, float]]:
+    """Return the metrics of a run with a data module of these rows."""
+    module = runs.RecordedGRPO(
+        chat_model(), tokenizer=chat_tokenizer(), sampling=SAMPLING, environment=environment, conversation=BOUNDS
+    )
+    data = PromptDataModule(rows, batch_size=3, shuffle=False)
+    return runs.train(module, "static", 1, data, **{"max_epochs": None, **limits}).logged  # type: ignore[arg-type]
+
+
+def test_an_environment_may_own_the_tasks(workers: WorkerPool) -> None:
+    def run_of(*arguments: Any, **limits: int) -> list[dict[str, float]]:
+        made: list[list[dict[str, float]]] = workers.run(
+            play_without_prompts, *arguments, limits, world_size=1, init_process_group=False
+        )
+        return made[0]
+
+    logged = run_of(Owner, None, max_steps=2)
+    assert len(logged) == 2 and all(step["stopped/failure"] == 0.0 < step["turns"] for step in logged)
+    # the seeds are the numbers of the run's rows: 0, 1, 2, then 3, 4, 5
+    assert [step["reward"] for step in run_of(Shop, None, max_steps=2)] == [1.0, 4.0]
+    assert [step["reward"] for step in run_of(Shop, [{"seed": 7}] * 3, max_steps=1)] == [7.0]
+    with pytest.raises(WorkerFailure, match=r"Trainer\(max_steps=...\) bounds the run; .* has one, and max_steps=-1"):
+        run_of(Owner, None, max_epochs=1)
+    with pytest.raises(WorkerFailure, match=r"Guessing\.reset wrote no prompt, and the row has none; return one there"):
+        run_of(Guessing, [{"secret": 1}] * 3, max_steps=1)
+    several = {"game": Owner, "shop": Shop}
+    with pytest.raises(WorkerFailure, match="names one of 'game', 'shop'; in a row it is missing, of columns"):
+        run_of(several, None, max_steps=1)
+    rows = [{"seed": 1, "environment": name} for name in ("game", "shop", "desk")]
+    with pytest.raises(WorkerFailure, match="in a row it is 'desk'; correct the row"):
+        run_of(several, rows, max_steps=1)
 
 
 def test_games_go_on_in_the_next_iteration(workers: WorkerPool) -> None:
