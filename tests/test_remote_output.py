@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from transformers import AutoModelForCausalLM
 
 from lightning_realloc import RolloutTable, SaveHuggingFace, Timeline
+from lightning_realloc.callbacks.loggers.logged_table import Table
 from lightning_realloc.commands.dashboard_command import run_dashboard
 from lightning_realloc.commands.report_command import run_report
 from lightning_realloc.errors import CheckpointError, ConfigError
@@ -53,6 +54,23 @@ def test_a_record_in_a_store_is_read_back_whole(store: Path) -> None:
     assert [row.step for row in record.last.metrics] == [1, 2, 3]
     trace = json.loads((store / "logs/x/record/trace.json").read_text())
     assert any(event.get("ph") == "X" for event in trace["traceEvents"])
+
+
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_conversations_are_appended_next_to_a_table_and_a_new_run_replaces_them(
+    tmp_path: Path, is_remote: bool
+) -> None:
+    path = as_path(f"{address(tmp_path)}/own.csv") if is_remote else tmp_path / "own.csv"
+
+    def lines(step: int, *, begins_run: bool, has_talk: bool = True) -> list[str]:
+        talks = ({"step": step, "failure": "ü"},) if has_talk else ()
+        Table("rollouts", ({"step": step},), step, begins_run, talks).append_to(path)
+        return (tmp_path / "own.jsonl").read_text("utf-8").splitlines()
+
+    assert lines(0, begins_run=False) == ['{"step": 0, "failure": "ü"}']
+    assert lines(1, begins_run=False) == ['{"step": 0, "failure": "ü"}', '{"step": 1, "failure": "ü"}']
+    assert lines(5, begins_run=True) == ['{"step": 5, "failure": "ü"}']
+    assert lines(6, begins_run=True, has_talk=False) == []
 
 
 def test_a_table_of_rollouts_in_a_store_has_the_rows_of_all_iterations(store: Path) -> None:
