@@ -127,7 +127,7 @@ def test_seconds_without_a_sample_to_generate_are_counted() -> None:
         waits = engine.waits.waits()
         assert waits is not None and waits.idle_s == pytest.approx(engine.stats.waited_s)
         sample_s = sum(waits.samples.means) * waits.samples.bin_s
-        assert 0.99 * waits.idle_s <= sample_s <= 2.01 * waits.idle_s + 0.2  # of two samples
+        assert 0.8 * waits.idle_s <= sample_s <= 2.01 * waits.idle_s + 0.2  # of two samples
         engine.generate(PROMPTS[:1], SAMPLED)
         assert engine.stats.waited_s == 0.0
     with engine.sharing():

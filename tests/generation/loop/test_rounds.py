@@ -96,7 +96,7 @@ def test_a_round_waits_for_answers_that_come_within_the_time_of_the_last_round()
 
 def test_the_time_between_two_rounds_is_waiting_and_samples_wait_during_rounds_too() -> None:
     def environment(turn: Turn) -> list[int] | None:
-        time.sleep(0.03)
+        time.sleep(0.05)
         return [5] if turn.number < 2 else None
 
     call = Call(environment, count=1)
@@ -104,8 +104,8 @@ def test_the_time_between_two_rounds_is_waiting_and_samples_wait_during_rounds_t
     waits = call.waits.waits()
     assert waits is not None
     sample_s = sum(waits.samples.means) * waits.samples.bin_s
-    assert sample_s >= 0.06 and waits.idle_s >= 0.03  # two answers, of which a third falls into a round
-    assert sample_s - waits.idle_s == pytest.approx(0.02, abs=0.01)
+    assert sample_s >= 0.1 and waits.idle_s > 0.0  # two answers, each of which begins during a round of 10 ms or more
+    assert sample_s - waits.idle_s > 0.015
 
 
 def test_a_deadline_that_passes_during_a_round_ends_the_sample_although_its_answer_is_there() -> None:
