@@ -69,6 +69,8 @@ _READER = "timeline"
 class Timeline(PhaseCallback):
     """Record calls, moves of weights, waiting and memory of every rank, and the metrics of every iteration.
 
+    With environments, the record has the spans in which a rank waited for them, and how many samples waited over time.
+
     ``lightning-realloc report`` and ``lightning-realloc dashboard`` show the record. ``trace.json`` in its folder opens
     in https://ui.perfetto.dev: the recorded iterations next to the predicted one.
 
