@@ -28,6 +28,7 @@ from lightning_realloc.algorithms.losses.kl import KL, resolve_kl
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, token_metrics
 from lightning_realloc.algorithms.losses.policy_losses import PolicyLoss, PolicyLossName, resolve_policy_loss
 from lightning_realloc.algorithms.rollout.learning_signal import SignalWatch, signal_summary
+from lightning_realloc.algorithms.rollout.response_parts import checked_parts, without_unlearned
 from lightning_realloc.algorithms.rollout.reward_sources import (
     RewardSource,
     calls_of_further,
@@ -46,6 +47,7 @@ from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.batch.training import Loss, Totals, TrainOptions
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
+from lightning_realloc.environments.turns.turn_parser import PARTS, Part
 from lightning_realloc.errors import ConfigError, require_choice
 from lightning_realloc.generation import SamplingParams
 from lightning_realloc.runtime.parallel.packed_forward import packed_logits, token_logprobs
@@ -70,6 +72,8 @@ class PPO(RewardedModule):
         policy_loss: Loss of the actor's tokens: a value, such as ``Clip(low=0.2, high=0.28)``, or a name.
         value_clip: Distance from the value at the rollout at which a value is clipped; None never clips.
         advantages: From scores to advantages and returns of tokens: discounts, normalization and bounds.
+        learned_parts: Parts of responses that the actor learns, of ``"thinking"``, ``"calls"`` (of tools) and
+            ``"answer"``; the critic learns all.
         entropy_coef: Weight of the entropy.
         loss_average: Mean over each ``"sequence"`` and then over these, or over every ``"token"``; ``"constant"``:
             sums over ``sampling.max_new_tokens``; ``"sum"``: sums of responses.
@@ -97,6 +101,7 @@ class PPO(RewardedModule):
         policy_loss: PolicyLoss | PolicyLossName = "clip",
         value_clip: float | None = 0.2,
         advantages: GAE | None = None,
+        learned_parts: Sequence[Part] = PARTS,
         entropy_coef: float = 0.0,
         loss_average: LossAverage = "token",
         critic_warmup: int = 0,
@@ -110,6 +115,7 @@ class PPO(RewardedModule):
         self.value_clip = value_clip
         check_type(GAE, advantages=advantages)
         self.advantages = given(advantages, GAE())
+        self.learned_parts = checked_parts(learned_parts)
         self.entropy_coef = entropy_coef
         self.loss_average = loss_average
         self.critic_warmup = critic_warmup
@@ -193,7 +199,7 @@ class PPO(RewardedModule):
         )  # fmt: skip
         known = without_failed(samples, "scores").tensor("scores")  # a single reward model scores all responses
         scores = penalize_truncated(known, samples, self.missing_eos_penalty)
-        return estimate_scored(samples.with_columns(scores=scores), scores, estimate)
+        return without_unlearned(estimate_scored(samples.with_columns(scores=scores), scores, estimate), samples)
 
     @train("actor", needs=("rollout", "advantages", "ref_logprobs"))
     def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:

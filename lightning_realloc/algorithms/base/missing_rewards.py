@@ -21,9 +21,14 @@ def drop_unscored(batch: PackedBatch, column: str) -> PackedBatch:
     """
     values = batch[column]
     missing = values.isnan()
-    by_token = missing if missing.shape[0] == batch.num_tokens else batch.per_token(missing)
+    by_token = of_tokens(missing, batch)
     columns = {**batch.columns, column: values.masked_fill(missing, 0.0)}
     return replace(batch, response_mask=batch.response_mask & ~by_token, columns=columns)
+
+
+def of_tokens(values: Tensor, batch: PackedBatch) -> Tensor:
+    """Return the (N,) values of tokens, from values per token or per response."""
+    return values if values.shape[0] == batch.num_tokens else batch.per_token(values)
 
 
 def estimate_scored(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -35,6 +35,7 @@ from lightning_realloc.environments.columns import (
     TOOL_METRICS,
 )
 from lightning_realloc.environments.transcript import transcript
+from lightning_realloc.environments.turns.turn_parser import Part
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Completion, Conversation, Engine, Environment, SamplingParams, Turn
 from lightning_realloc.generation.core.sample import FinishReason
@@ -48,6 +49,8 @@ FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "failure", "unfini
 _ENDS: tuple[FinishReason, ...] = ("stop", "length")
 _TALK_ENDS: tuple[FinishReason, ...] = (*_ENDS, "environment", "max_turns", "failure")
 """Reasons whose shares are logged, of responses of one turn and of conversations."""
+PART_LENGTHS: Mapping[Part, str] = {"thinking": "thinking_tokens", "calls": "call_tokens", "answer": "answer_tokens"}
+"""Columns (B,) int64, and metrics, of the tokens in each part of a response."""
 _FAILURES = "reward_failures/"
 _LEARNED_FAILURES = "learned_failures"
 """Column (B,) bool: responses that are learned although their environment failed."""
@@ -118,13 +121,14 @@ def sample_responses(
     *,
     dialogue: Dialogue | None = None,
     iteration: int | None = None,
+    add_parts: Callable[[Samples], Samples] | None = None,
 ) -> Samples:
     """Return ``sampling.n`` responses per prompt, with the columns of a rollout.
 
     Columns: ``prompt_id`` (B,), ``prompt_key`` (B,), ``prompt_ids`` and ``response_ids`` ragged, the prompts'
     ``input/...``, ``behaviour_logprobs`` ragged float32 of the response tokens, ``finish_reason`` (B,) an index into
-    ``FINISH_REASONS``; with a ``dialogue`` also those of
-    :func:`dialogue_columns`; with the batch's ``iteration`` also those of :func:`age_columns`. Sample ids are those of
+    ``FINISH_REASONS``; with a ``dialogue`` also those of :func:`dialogue_columns`; with the batch's ``iteration`` also
+    those of :func:`age_columns`; and those that ``add_parts`` adds. Sample ids are those of
     ``prompts.repeat(sampling.n)``, so that randomness follows the sample on any rank.
 
     Finished samples are sent on early to calls that wait for them on other ranks.
@@ -134,7 +138,8 @@ def sample_responses(
 
     def responses(completions: Sequence[Completion]) -> Samples:
         made = rollout_of(samples.by_ids([c.sample_id for c in completions]), completions, dialogue)
-        return made if iteration is None else made.with_columns(**age_columns(completions, iteration))
+        made = made if iteration is None else made.with_columns(**age_columns(completions, iteration))
+        return made if add_parts is None else add_parts(made)
 
     on_finished = None if engine.partial_results is None else engine.partial_results.collect(len(samples), responses)
     if dialogue is None:
@@ -302,8 +307,8 @@ def reward_summary(samples: Samples) -> dict[str, Tensor]:
 def response_summary(samples: Samples) -> dict[str, Tensor]:
     """Return mean, least and largest response length in tokens of the model, and the shares by what ended responses.
 
-    Conversations add the mean number of turns; those with tools the mean calls, failures and seconds per response.
-    Carried responses add the mean age of tokens in iterations.
+    Responses with several parts add the mean length of each. Conversations add the mean number of turns; those with
+    tools the mean calls, failures and seconds per response. Carried responses add the mean age of tokens in iterations.
     """
     reasons, lengths = samples.tensor("finish_reason"), num_model_tokens(samples).float()
     if _LEARNED_FAILURES in samples:
@@ -314,6 +319,7 @@ def response_summary(samples: Samples) -> dict[str, Tensor]:
         summary[f"stopped/{'model' if reason == 'stop' else reason}"] = share
     if len(lengths):
         summary |= {"response_length/min": lengths.min(), "response_length/max": lengths.max()}
+    summary |= {name: samples.tensor(name).float().mean() for name in PART_LENGTHS.values() if name in samples}
     if "num_turns" in samples:
         summary["turns"] = samples.tensor("num_turns").float().mean()
     if NUM_CALLS in samples:

@@ -171,6 +171,12 @@ class EpisodeDialogues(Dialogues):
     def check_rows(self, columns: Mapping[str, Sequence[object]]) -> None:
         self.factory.check_rows(columns)
 
+    @property
+    def parser(self) -> TurnParser:
+        """Parser of turns, once the environment is prepared."""
+        assert self._options is not None, "the environment is prepared with the models"
+        return self._options.parser
+
     def make(self, engine: Engine, prompts: Samples, num_responses: int, *, continues: bool) -> Dialogue:
         assert self._options is not None, "the environment is prepared with the models"
         if not continues:

@@ -7,7 +7,7 @@ checkpoint holds all of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +90,8 @@ class BudgetedRollout:
     whole_groups: bool
     """Whether a finished response waits for the others to its prompt."""
     dialogue: Dialogue | None = None
+    add_parts: Callable[[Samples], Samples] | None = None
+    """Adds the columns of parts to finished responses."""
 
     def run(self, engine: Engine, prompts: Samples, sampling: SamplingParams, earlier: Samples | None) -> Divided:
         """Generate responses to prompts, and continue those from ``earlier`` iterations."""
@@ -131,7 +133,8 @@ class BudgetedRollout:
         by_row = [groups[sample] for sample in made.ids.tolist()]
         finished = made.select([row for row, group in enumerate(by_row) if group not in unfinished])
         carried = made.select([row for row, group in enumerate(by_row) if group in unfinished - dropped])
-        return Divided(self._with_staleness(finished).without_columns("began_in"), carried)
+        finished = self._with_staleness(finished).without_columns("began_in")
+        return Divided(finished if self.add_parts is None else self.add_parts(finished), carried)
 
     def _with_staleness(self, samples: Samples) -> Samples:
         """Add the sum of the ages of each sample's tokens of the model, in iterations."""

@@ -14,14 +14,15 @@ from lightning_realloc.algorithms.base.module import ModuleSettings, MultiModelM
 from lightning_realloc.algorithms.base.rollout_columns import Dialogue, environment_failed, sample_responses
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, averaged_loss
 from lightning_realloc.algorithms.rollout.accuracy import Accuracy
-from lightning_realloc.algorithms.rollout.dialogues import ToolSource, dialogues_of
+from lightning_realloc.algorithms.rollout.dialogues import EpisodeDialogues, ToolSource, dialogues_of
 from lightning_realloc.algorithms.rollout.environments import EnvironmentSource
 from lightning_realloc.algorithms.rollout.partial_rollouts import BudgetedRollout, PartialRollouts
+from lightning_realloc.algorithms.rollout.response_parts import PartColumns, part_columns_of
 from lightning_realloc.algorithms.settings import Unpack, check_minibatches, check_type
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Divided, Samples
 from lightning_realloc.batch.training import Totals
-from lightning_realloc.environments.turns.turn_parser import Parser
+from lightning_realloc.environments.turns.turn_parser import PARTS, Parser, Part, TurnParser
 from lightning_realloc.errors import CheckpointError, ConfigError, DataError, GenerationError
 from lightning_realloc.generation import Conversation, Engine, SamplingParams
 from lightning_realloc.generation.core.model_config import eos_ids_of, penalties_of
@@ -67,6 +68,8 @@ class PolicyModule(MultiModelModule):
     supports_rollout_budget = True
     loss_average: LossAverage
     """Average of token losses, which a subclass sets."""
+    learned_parts: tuple[Part, ...] = PARTS
+    """Parts of responses that are learned, which a subclass sets."""
     reward_column: str | None = None
     """Column with the rewards of responses; None if there are none."""
 
@@ -90,6 +93,8 @@ class PolicyModule(MultiModelModule):
         self.accuracy = accuracy
         self._check_accuracy()
         self._dialogues = dialogues_of(environment, tools, parser, conversation)
+        self._parts: PartColumns | None = None
+        """Adds the parts of responses, once the models are there; None if they are not asked for."""
         self._num_failed_rollouts = 0
         """Training rollouts in a row of which the environment finished no response on this rank."""
         self._carried: PartialRollouts | None = None
@@ -108,6 +113,7 @@ class PolicyModule(MultiModelModule):
             self._dialogues.prepare(self.tokenizer, self._stop_token_ids(), template)
             for table in getattr(data, "tables", {}).values():
                 self._dialogues.check_rows(table.data)
+        self._parts = self._part_columns()
         unfollowed = penalties_of(self.models()["actor"], self.sampling) if new else {}
         if unfollowed:
             rank_zero_warn(
@@ -116,6 +122,19 @@ class PolicyModule(MultiModelModule):
                 f"SamplingParams(repetition_penalty=...) for a penalty, or leave it: policies are trained on the "
                 f"distribution without it"
             )
+
+    def _part_columns(self) -> PartColumns | None:
+        talks = self._dialogues if isinstance(self._dialogues, EpisodeDialogues) else None
+        try:
+            tokenizer = self.tokenizer
+            parser = TurnParser(tokenizer) if talks is None else talks.parser
+        except ConfigError:
+            if set(self.learned_parts) < set(PARTS):
+                raise
+            return None  # without a tokenizer, or with a response template that nothing reads
+        has_tools = talks is not None and bool(talks.factory.tools)
+        stops = self._stop_token_ids()
+        return part_columns_of(tokenizer, parser, stop_token_ids=stops, learned=self.learned_parts, has_tools=has_tools)
 
     def _stop_token_ids(self) -> set[int]:
         """Return the tokens that end a turn of the actor."""
@@ -169,11 +188,13 @@ class PolicyModule(MultiModelModule):
             may_mix = self.training_now and self._strategy.max_staleness > 1
             iteration = self._strategy.iteration if may_mix else None
             dialogue = self._dialogue(actor, prompts, sampling)
-            return sample_responses(actor, prompts, sampling, dialogue=dialogue, iteration=iteration)
+            return sample_responses(
+                actor, prompts, sampling, dialogue=dialogue, iteration=iteration, add_parts=self._parts
+            )
         part = BudgetedRollout(
             budget=budget, iteration=self._strategy.iteration, whole_groups=self.learns_whole_groups,
             num_minibatches=max(self.train_options_of(r).num_minibatches for r in self.dataflow.trained_roles),
-            dialogue=self._dialogue(actor, prompts, sampling),
+            dialogue=self._dialogue(actor, prompts, sampling), add_parts=self._parts,
         )  # fmt: skip
         return part.run(actor, prompts, sampling, None if self._carried is None else self._carried.responses)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from lightning_realloc.algorithms.base.calls import compute, train
 from lightning_realloc.algorithms.base.loaded_weights import ModelSource
-from lightning_realloc.algorithms.base.missing_rewards import drop_unscored, estimate_scored
+from lightning_realloc.algorithms.base.missing_rewards import drop_unscored, estimate_scored, of_tokens
 from lightning_realloc.algorithms.base.rollout_columns import FINISH_REASONS, model_mask
 from lightning_realloc.algorithms.losses.advantages import ADVANTAGES, AdvantageRule, require_shape, resolve_advantages
 from lightning_realloc.algorithms.losses.correction import EngineCorrection, engine_defaults, mismatch_metrics
-from lightning_realloc.algorithms.losses.functional import ClippedLoss, sequence_sums, spread_tokens, whiten
+from lightning_realloc.algorithms.losses.functional import ClippedLoss, sequence_sums, spread_tokens
 from lightning_realloc.algorithms.losses.kl import KL, fixed_kl, resolve_kl
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, token_metrics
 from lightning_realloc.algorithms.losses.policy_losses import (
@@ -34,6 +34,7 @@ from lightning_realloc.algorithms.losses.proximal import (
 )
 from lightning_realloc.algorithms.rollout.dynamic_sampling import DynamicSampling, Refill, differing
 from lightning_realloc.algorithms.rollout.learning_signal import SignalWatch, signal_summary
+from lightning_realloc.algorithms.rollout.response_parts import checked_parts, whiten_learned, without_unlearned
 from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
 from lightning_realloc.algorithms.rollout.rewarded import RewardedModule, RewardedSettings, check_group
 from lightning_realloc.algorithms.rollout.token_advantages import divergences, token_returns
@@ -42,6 +43,7 @@ from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.batch.training import Average, Loss, Totals
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
+from lightning_realloc.environments.turns.turn_parser import PARTS, Part
 from lightning_realloc.errors import ConfigError, PlanError, require_choice
 from lightning_realloc.generation import SamplingParams
 from lightning_realloc.generation.core.capabilities import CAPABILITIES
@@ -66,6 +68,7 @@ class PolicyGradientSettings(RewardedSettings, total=False):
     loss_average: LossAverage | None
     entropy_coef: float
     learn_truncated: bool
+    learned_parts: Sequence[Part]
     dynamic_sampling: DynamicSampling | None
 
 
@@ -109,6 +112,7 @@ class PolicyGradient(RewardedModule):
             sums over ``sampling.max_new_tokens``; ``"sum"``: sums of responses.
         entropy_coef: Weight of the entropy.
         learn_truncated: Whether to learn from responses that were cut off.
+        learned_parts: Parts of responses that are learned, of ``"thinking"``, ``"calls"`` (of tools) and ``"answer"``.
         dynamic_sampling: Replace groups of equal rewards by further prompts.
         settings: Settings of :class:`RewardedModule` (reward weights, reference), :class:`PolicyModule` (evaluation,
             environment, conversation) and :class:`MultiModelModule` (learning rate, optimizer, schedule, tokenizer,
@@ -134,6 +138,7 @@ class PolicyGradient(RewardedModule):
         loss_average: LossAverage | None = None,
         entropy_coef: float = 0.0,
         learn_truncated: bool = True,
+        learned_parts: Sequence[Part] = PARTS,
         dynamic_sampling: DynamicSampling | None = None,
         **settings: Unpack[RewardedSettings],
     ) -> None:
@@ -152,6 +157,7 @@ class PolicyGradient(RewardedModule):
         check_type(bool, learn_truncated=learn_truncated)
         check_type(DynamicSampling, dynamic_sampling=dynamic_sampling)
         self.learn_truncated = learn_truncated
+        self.learned_parts = checked_parts(learned_parts)
         self._refill = None if dynamic_sampling is None else Refill(dynamic_sampling, group_size=self.sampling.n)
         self._signal = SignalWatch()
         self._rule = self._advantage_rule(advantages)
@@ -250,14 +256,15 @@ class PolicyGradient(RewardedModule):
         # A divergence that is not finite must not look like a missing reward; see never_missing.
         broken = ~rewards.isfinite() & ~samples.tensor("rewards").isnan()
         left_out = self.left_out(samples)
-        if not isinstance(advantages, Ragged):
+        if isinstance(advantages, Ragged):
+            lengths = samples.ragged("response_ids").lengths
+            values = require_shape(self._rule_name, advantages.values, rewards.new_empty(int(lengths.sum())), "token")
+            left_out, broken = (torch.repeat_interleave(mask, lengths) for mask in (left_out, broken))
+        else:
             values = require_shape(self._rule_name, advantages, rewards, "response", _OR_TOKENS)
-            return {"advantages": values.masked_fill(left_out, torch.nan).masked_fill(broken, torch.inf), **columns}
-        lengths = samples.ragged("response_ids").lengths
-        values = require_shape(self._rule_name, advantages.values, rewards.new_empty(int(lengths.sum())), "token")
-        left_out, broken = (torch.repeat_interleave(mask, lengths) for mask in (left_out, broken))
         values = values.masked_fill(left_out, torch.nan).masked_fill(broken, torch.inf)
-        return {"advantages": Ragged(values, lengths), **columns}
+        found = Ragged(values, lengths) if isinstance(advantages, Ragged) else values
+        return without_unlearned({"advantages": found, **columns}, samples)
 
     @property
     def _rule_name(self) -> str:
@@ -287,10 +294,10 @@ class PolicyGradient(RewardedModule):
         def estimate(scored: Samples) -> dict[str, Column]:
             given = scored.tensor("compared")
             returns, columns = token_returns(scored, given, discount=discount, penalty=self._penalty)
-            values = whiten(returns.values) if normalize else returns.values
+            values = whiten_learned(returns.values, scored) if normalize else returns.values
             return {"advantages": spread_tokens(Ragged(values, returns.lengths), model_mask(scored)), **columns}
 
-        return estimate_scored(samples.with_columns(compared=compared), compared, estimate)
+        return without_unlearned(estimate_scored(samples.with_columns(compared=compared), compared, estimate), samples)
 
     def left_out(self, samples: Samples) -> Tensor:
         """Return (B,) bool: True for truncated responses that are not trained on."""
@@ -391,8 +398,3 @@ class PolicyGradient(RewardedModule):
     @property
     def _one_step(self) -> bool:
         return learns_in_one_step(self.train_options_of("actor"))
-
-
-def of_tokens(values: Tensor, batch: PackedBatch) -> Tensor:
-    """Return the (N,) values of tokens, from values per token or per response."""
-    return values if values.shape[0] == batch.num_tokens else batch.per_token(values)

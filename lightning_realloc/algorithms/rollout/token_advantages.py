@@ -20,8 +20,8 @@ from lightning_realloc.algorithms.losses.functional import (
     spread_tokens,
     token_rewards,
     turn_ends,
-    whiten,
 )
+from lightning_realloc.algorithms.rollout.response_parts import whiten_learned
 from lightning_realloc.algorithms.settings import check_positive, check_share, check_type
 from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.environments.columns import TURN_REWARDS
@@ -44,7 +44,7 @@ class GAE:
     gae_lambda: float = 0.95
     """Weight of later rewards over the values: 0 uses one token, 1 the whole response."""
     normalize_advantages: bool = True
-    """Whether advantages get mean 0 and deviation 1 over all tokens of an iteration."""
+    """Whether advantages get mean 0 and deviation 1 over all learned tokens of an iteration."""
     normalize_values: bool = False
     """Whether the critic learns returns less their running mean, over their running deviation."""
     reward_scale: float = 1.0
@@ -89,16 +89,15 @@ class GAE:
         estimates = kept_tokens(samples.ragged("values"), mask).to(penalties.device)
         # Without normalize_values the moments are empty, and change nothing.
         values = Ragged(moments.denormalize(estimates.values), estimates.lengths)
-        return columns | {"rewards": sequence_sums(rewards)} | self._learnt(rewards, values, mask, moments)
+        return columns | {"rewards": sequence_sums(rewards)} | self._learnt(rewards, values, samples, moments)
 
-    def _learnt(
-        self, rewards: Ragged, values: Ragged, mask: Ragged | None, moments: RunningMoments
-    ) -> dict[str, Column]:
+    def _learnt(self, rewards: Ragged, values: Ragged, samples: Samples, moments: RunningMoments) -> dict[str, Column]:
+        mask = model_mask(samples)
         advantages = generalized_advantages(rewards, values, discount=self.discount, gae_lambda=self.gae_lambda)
         returns = Ragged(advantages.values + values.values, values.lengths)
         exact = returns.values.double()
         if self.normalize_advantages:
-            advantages = Ragged(whiten(advantages.values), values.lengths)
+            advantages = Ragged(whiten_learned(advantages.values, samples), values.lengths)
         return {
             "advantages": spread_tokens(advantages, mask),
             "returns": spread_tokens(self._in_critic_units(returns, moments), mask),

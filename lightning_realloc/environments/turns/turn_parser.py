@@ -11,11 +11,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal, get_args
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_parsing import parse_response
-from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
+from transformers.utils.chat_parsing.response_templates import (
+    ResponseTemplate,
+    ResponseTemplateField,
+    load_response_template,
+)
 
 from lightning_realloc.data.chat import Message
 from lightning_realloc.environments.turns.written_calls import read_calls, read_malformed
@@ -23,20 +27,26 @@ from lightning_realloc.errors import ConfigError
 
 Parser = str | Mapping[str, Any] | Callable[[str], Message]
 """Name of a format in ``response_formats.yaml``, a response template, or a function of a turn's text."""
+Part = Literal["thinking", "calls", "answer"]
+"""Part of a turn: thoughts, calls of tools, or all other text, each with the tokens that open and close it."""
+PARTS: tuple[Part, ...] = get_args(Part)
 _NO_CALLS = "text"
 """Format without tool calls, for chat templates that contain no format's marks."""
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Names that response templates have for a thought."""
-_MOST_BEFORE = 64
+MOST_TOKENS_BEFORE = 64
 """Tokens before a turn that are read for the header of the assistant, which may open a thought."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """Part of a turn in which the format has one call, or a list of calls."""
+    """Characters of a turn between the tokens that open and close a field of the format."""
 
-    raw: str
-    """Text with the tokens that open and close the region."""
+    field: str
+    """Name of the field, such as ``tool_calls`` for one call, or a list of calls."""
+    begin: int
+    end: int
+    """Characters of the turn with the tokens that open and close the region."""
     body: str
     """Text between those tokens."""
     name: str | None
@@ -65,11 +75,29 @@ class TurnParser:
         spec = _formats()[self.format]["template"] if self.format else parser
         if spec is None:
             spec = tokenizer.response_template
+        self._fields: Mapping[str, ResponseTemplateField] = {}
         if isinstance(spec, Mapping):
             self._template = _loaded(spec)
+            self._fields = self._template.fields
             fields = {name: field for name, field in spec["fields"].items() if name != "tool_calls"}
             self._rest_template = _loaded({**spec, "fields": fields or {"content": {}}})
             self._tags = _tags(spec["fields"].get("tool_calls", {})) if self.format else None
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Parts of turns that the format has."""
+        has = {"thinking": bool(self._thoughts), "calls": "tool_calls" in self._fields, "answer": True}
+        return tuple(part for part in PARTS if has[part])
+
+    @property
+    def shows_thoughts(self) -> bool:
+        """Whether the chat template or the vocabulary has a mark of thoughts, or a response template describes them."""
+        if self.format is None:
+            return bool(self._thoughts)
+        added = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
+        texts = [_template_text(self._tokenizer), *(token.content for token in added)]
+        marks = [mark for field in self._thoughts for mark in (field.open_re, field.close_re) if mark is not None]
+        return any(mark.search(text) for mark in marks for text in texts)
 
     def check(self, tools: Sequence[Mapping[str, Any]]) -> None:
         """Raise ConfigError if there are tools, and no format is known in which the model calls them."""
@@ -96,16 +124,40 @@ class TurnParser:
         """
         if self._function is not None:
             return _from_function(self._function(text), first_call)
-        opened = self._opened(before)
+        whole = self._opened(before) + text + ("" if self.format else end)
         calls: list[dict[str, Any]] = []
-        rest: list[str] = []
-        for piece in self._pieces(opened + text + ("" if self.format else end)):
-            found = [] if isinstance(piece, str) else self._calls(piece, tools)
-            calls += found
-            if not found:
-                rest.append(piece if isinstance(piece, str) else piece.raw)
-        message = _parsed("".join(rest), self._rest_template) or {"content": "".join(rest)}
-        return _message(message, calls, first_call)
+        rest, done = "", 0
+        for region in self._regions(whole):
+            if region.field == "tool_calls" and (found := self._calls(region, whole, tools)):
+                calls += found
+                rest, done = rest + whole[done : region.begin], region.end
+        rest += whole[done:]
+        return _message(_parsed(rest, self._rest_template) or {"content": rest}, calls, first_call)
+
+    def part_starts(self, text: str, *, before: str = "", end: str = "") -> list[tuple[int, Part]]:
+        """Return the first character of each part of a turn, in order from 0, and the part.
+
+        Blanks between two parts belong to the first one. A turn that cannot be read is all answer. See `parse` for the
+        arguments.
+        """
+        if self._function is not None:
+            return [(0, "answer")]
+        opened = self._opened(before)
+        whole = opened + text + ("" if self.format else end)
+        starts: list[tuple[int, Part]] = []
+        done = 0
+        for region in self._regions(whole):
+            part = self._part(region, whole)
+            if part == "answer":
+                continue
+            if whole[done : region.begin].strip():
+                starts.append((done, "answer"))
+            starts.append((region.begin, part))
+            done = region.end
+        if not starts or whole[done : len(opened) + len(text)].strip():
+            starts.append((done, "answer"))
+        (_, first), *others = starts
+        return [(0, first), *((max(0, begin - len(opened)), part) for begin, part in others)]
 
     def parse_tokens(
         self,
@@ -130,9 +182,13 @@ class TurnParser:
             self._text(own[:end]),
             first_call=first_call,
             tools=tools,
-            before=self._text(before[-_MOST_BEFORE:]),
+            before=self._text(before[-MOST_TOKENS_BEFORE:]),
             end=self._text(own[end:]),
         )
+
+    @property
+    def _thoughts(self) -> list[ResponseTemplateField]:
+        return [field for name, field in self._fields.items() if name in _THOUGHTS]
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
@@ -142,32 +198,38 @@ class TurnParser:
         starts = [match.end() for match in self._template.start_anchor_re.finditer(before)]
         return before[starts[-1] :] if starts else ""
 
-    def _pieces(self, text: str) -> Iterator[str | _Region]:
-        """Yield the regions of calls, and the text between them. A region within a thought is text."""
-        begin = done = 0
-        fields = [field for field in self._template.fields.values() if field.open_re is not None]
+    def _regions(self, text: str) -> Iterator[_Region]:
+        """Yield the regions of a turn in order. What looks like a region within another one is text."""
+        begin = 0
+        fields = [field for field in self._fields.values() if field.open_re is not None]
         while found := [(match, field) for field in fields if (match := field.open_re.search(text, begin))]:
             # transformers' rule: the first one, of those the longest.
             opening, field = min(found, key=lambda pair: (pair[0].start(), -pair[0].end(), pair[1].name))
             closing = field.close_re.search(text, opening.end()) if field.close_re is not None else None
             end = closing.end() if closing is not None else len(text)
-            if field.name == "tool_calls":
-                yield text[done : opening.start()]
-                body = text[opening.end() : end if closing is None else closing.start()]
-                name = opening.groupdict().get("name")
-                yield _Region(text[opening.start() : end], body, name, is_closed=closing is not None)
-                done = end
+            body = text[opening.end() : end if closing is None else closing.start()]
+            name = opening.groupdict().get("name")
+            yield _Region(field.name, opening.start(), end, body, name, is_closed=closing is not None)
             if end == begin:  # a template whose tokens are empty would find this place for ever
                 break
             begin = end
-        yield text[done:]
 
-    def _calls(self, region: _Region, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def _part(self, region: _Region, text: str) -> Part:
+        """Return the part of a turn to which a region belongs. A field that cannot be read stays in the content."""
+        if region.field == "tool_calls":
+            return "calls" if self._calls(region, text) else "answer"
+        if region.field not in _THOUGHTS:
+            return "answer"
+        raw = text[region.begin : region.end]
+        return "answer" if _parsed(raw, self._rest_template) is None else "thinking"
+
+    def _calls(self, region: _Region, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
+        raw = text[region.begin : region.end]
         # transformers leaves out text between arguments' tags, so the call would run with some of its arguments.
         is_whole = self._tags is None or self._tags.fullmatch(region.body) is not None
-        parsed = _parsed(region.raw, self._template, tools) if region.is_closed and is_whole else None
+        parsed = _parsed(raw, self._template, tools) if region.is_closed and is_whole else None
         calls = read_calls(parsed.get("tool_calls")) if parsed else []
-        return calls or read_malformed(region.body if region.body.strip() else region.raw, region.name)
+        return calls or read_malformed(region.body if region.body.strip() else raw, region.name)
 
 
 @cache
@@ -186,9 +248,13 @@ def _format_name(tokenizer: PreTrainedTokenizerBase, parser: Parser | None) -> s
         return parser
     if parser is not None or getattr(tokenizer, "response_template", None) is not None:
         return None
-    templates = tokenizer.chat_template or ""
-    text = "\n".join(templates.values()) if isinstance(templates, Mapping) else templates
+    text = _template_text(tokenizer)
     return next(name for name, found in _formats().items() if all(mark in text for mark in found["marks"]))
+
+
+def _template_text(tokenizer: PreTrainedTokenizerBase) -> str:
+    templates = getattr(tokenizer, "chat_template", None) or ""
+    return "\n".join(templates.values()) if isinstance(templates, Mapping) else str(templates)
 
 
 def _choices() -> str:

@@ -10,6 +10,7 @@ pytest.importorskip("trl", reason="chat templates of TRL: pip install 'lightning
 
 from lightning_realloc.environments.turns.chat_turns import ChatTurns
 from lightning_realloc.environments.turns.turn_parser import TurnParser
+from lightning_realloc.environments.turns.turn_parts import TurnParts
 from lightning_realloc.errors import ConfigError
 from tests.environments.turns.chat_families import (
     ALL_TEMPLATES,
@@ -75,6 +76,55 @@ def test_a_turn_parses_to_the_message_of_which_the_template_made_it(name: str, s
             parsed = parser.parse(text, first_call=first_call, tools=TOOLS, before=prompt, end=stop)
             assert parsed == expected_message(message), text
             first_call += len(message.get("tool_calls", ()))
+
+
+ENDS_OF_THOUGHTS = {
+    **dict.fromkeys(("gemma4", "diffusion_gemma"), "<channel|>"),
+    "gptoss": "<|end|><|start|>assistant", "muse": "<|eom|><|start|>assistant",
+}  # fmt: skip
+STARTS_OF_CALLS = {
+    **dict.fromkeys(("gemma4", "diffusion_gemma"), "<|tool_call>"), "llama3": "{", "gptoss": " to=functions.",
+    "lfm2": "<|tool_call_start|>", "deepseek": "<｜tool▁calls▁begin｜>", "muse": " to=",
+}  # fmt: skip
+
+
+def mark_of(marks: dict[str, str], name: str, otherwise: str) -> str:
+    return next((mark for prefix, mark in marks.items() if name.startswith(prefix)), otherwise)
+
+
+def starts_of_parts(name: str, text: str, message: Message) -> tuple[int, int]:
+    """Return where a turn's thought ends and its calls begin: templates write thought, content and calls in order."""
+    close, thinks = mark_of(ENDS_OF_THOUGHTS, name, "</think>"), "thinking" in message or "reasoning_content" in message
+    thought_end = text.find(close) + len(close) if close in text and (thinks or close == "</think>") else 0
+    calls = text.find(mark_of(STARTS_OF_CALLS, name, "<tool_call>"), thought_end) if "tool_calls" in message else -1
+    begin = len(text) if calls < 0 else calls
+    if message["content"]:
+        return thought_end, begin
+    return (begin, begin) if thought_end else (0, 0)  # what is between is blank
+
+
+def starts_of_tokens(name: str, text: str) -> list[int]:
+    """Return the character where each token begins: a token is a byte, or the text of an added token."""
+    added = [token.content for token in tokenizer_of(name).added_tokens_decoder.values()]
+    starts, at = [], 0
+    while at < len(text):
+        mark = max((mark for mark in added if text.startswith(mark, at)), key=len, default="")
+        starts += [at] * (1 if mark else len(text[at].encode()))
+        at += len(mark) or 1
+    return starts
+
+
+@CONVERSATIONS
+def test_parts_are_found_between_the_marks_of_the_family(name: str, seeds: range) -> None:
+    parts = TurnParts(tokenizer_of(name), TurnParser(tokenizer_of(name)), stop_token_ids=stop_ids(name))
+    for seed in seeds:
+        for message, _ in Conversation(name, seed).turns:
+            prompt, text, stop = spoken(name, [USER], message)
+            thought_end, calls_begin = starts_of_parts(name, text, message)
+            starts = [*starts_of_tokens(name, text), len(text) - 1]
+            expected = ["thinking" if at < thought_end else "answer" if at < calls_begin else "calls" for at in starts]
+            own = encode(name, text + stop)
+            assert parts.of_response(encode(name, prompt), own, [True] * len(own)) == expected, text
 
 
 @CONVERSATIONS

@@ -28,6 +28,7 @@ BESIDE_CALLS = {
     "finish_reason", "model_mask", "num_model_tokens", "num_turns", "versions", "began_in",
     "stale_tokens", "trained", "chosen_tokens", "mismatched_ids", "mismatched_ref_logprobs", "greedy_rewards",
     "compared", "kl_k1", "return_sums", "num_steps", "num_right", "step_ends", "score_chosen", "reward", "response",
+    "thinking_tokens", "call_tokens", "answer_tokens", "learned_mask",
 }  # fmt: skip
 NAMES = sorted({name for call in CALLS for name in (*call.needs, *call.produces)} | BESIDE_CALLS)
 COLUMNS = {name: f"the data's {name}" for name in NAMES}
