@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,8 +17,15 @@ from torch.optim import AdamW
 from lightning_realloc.algorithms.base.generation_options import GenerationOptions, SampleReallocation
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.data.prompts import PromptDataModule
-from lightning_realloc.generation import Conversation, RolloutBudget, SamplingParams
-from tests.environments.guessing import Guessing, chat_model, chat_tokenizer
+from lightning_realloc.generation import Conversation, RolloutBudget, SamplingParams, Speculation
+from tests.environments.guessing import (
+    Asking,
+    Guessing,
+    chat_model,
+    chat_tokenizer,
+    is_even,
+    words_as_calls_of_two,
+)
 from tests.generation.random_moves import at_random, moving
 from tests.matrices import matrix
 from tests.strategies import runs
@@ -206,3 +215,69 @@ def test_games_go_on_in_the_next_iteration(workers: WorkerPool) -> None:
     assert max(step["carried_samples"] for step in outcome.logged) > 0
     assert all(step["stopped/failure"] == 0.0 for step in outcome.logged)
     assert all(math.isfinite(reward) for rewards in outcome.rewards for reward in rewards)
+
+
+# ---- conversations with tools: the same tokens, whatever generates them
+class Openings(Games):
+    """Games that begin with different words."""
+
+    def __iter__(self) -> Iterator[Samples]:
+        rng = random.Random(3)
+        for samples in super().__iter__():
+            opened = [f"Guess {' '.join(rng.choices('012345', k=4))}" for _ in range(len(samples))]
+            prompts = tuple([{"role": "user", "content": words}] for words in opened)
+            yield Samples(samples.ids, samples.columns, {**samples.data, "prompt": prompts})
+
+
+MODES: Mapping[str, dict[str, Any]] = {
+    "plain": {},
+    "chunks": {"strategy": {"generation_chunks": 3}},
+    "stale": {"strategy": {"max_staleness": 1}},
+    "moves": {"generation": GenerationOptions(sample_reallocation="all")},
+    "bounded cache": {"generation": GenerationOptions(max_cache_bytes=1 << 16)},
+    "drafts": {"speculation": Speculation(drafter="ngram", num_draft_tokens=3)},
+}
+LAYOUTS = {"dp1": 1, "tp2": 2, "dp2.tp2": 4, "fsdp4": 4}
+"""Layout -> its number of ranks."""
+GREEDY, SAMPLED = 1e-6, 1.0
+"""Temperatures; that of rollouts is above 0."""
+
+
+def converse(layout: str, mode: str, temperature: float) -> tuple[Outcome, float]:
+    """Return the outcome of two iterations that learn nothing, and the number of samples that moved."""
+    settings = dict(MODES[mode])
+    strategy, moved = settings.pop("strategy", {}), Moved()
+    module = runs.RecordedGRPO(
+        chat_model(), few_words, reference=chat_model(1), tokenizer=chat_tokenizer(), environment=Asking,
+        tools=[is_even], parser=words_as_calls_of_two,
+        sampling=SamplingParams(n=2, max_new_tokens=60, temperature=temperature),
+        conversation=Conversation(max_turns=5, max_turn_tokens=4), optimizer=partial(AdamW, lr=0.0), **settings,
+    )  # fmt: skip
+    plan = runs.ReallocStrategy(plan_of(module, layout) if LAYOUTS[layout] > 1 else "static", **strategy)
+    with moving(every=1, plan_balance=at_random) if mode == "moves" else nullcontext():
+        outcome = runs.train(module, plan, LAYOUTS[layout], Openings(), callbacks=[moved])  # type: ignore[arg-type]
+    return outcome, sum(moved.counts)
+
+
+@pytest.mark.parametrize(
+    ("layout", "mode", "temperature"),
+    matrix(
+        [
+            case
+            for case in itertools.product(LAYOUTS, MODES, (GREEDY, SAMPLED))
+            if case[:2] != ("dp1", "plain") and (case[1] != "moves" or case[0] == "dp2.tp2")
+        ],
+        ("dp2.tp2", "chunks", GREEDY),
+    ),
+)
+def test_conversations_with_tools_are_the_same(workers: WorkerPool, layout: str, mode: str, temperature: float) -> None:
+    (alone, _), (other, moved) = (
+        workers.run(converse, *case, temperature, world_size=LAYOUTS[case[0]], init_process_group=False)[0]
+        for case in (("dp1", "plain"), (layout, mode))
+    )
+    assert other.tokens == alone.tokens and other.rewards == alone.rewards
+    assert (moved > 0) == (mode == "moves")
+    first = alone.logged[0]
+    assert first["stopped/failure"] == 0.0 and first["turns"] > 2 and first["tool_calls"] > 1
+    assert min(first["tool_calls/is_above"], first["tool_calls/is_even"]) > 0
+    assert len(set(map(tuple, alone.tokens[0]))) > 3
