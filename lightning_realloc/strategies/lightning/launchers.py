@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 
-from lightning_realloc.errors import ConfigError, RankLost
+from lightning_realloc.errors import ConfigError, RankLost, describe_error
 from lightning_realloc.parent_watch import end_with_parent
 from lightning_realloc.runtime.messages.kept_states import last_seen, states_kept_in
 from lightning_realloc.strategies.lightning.failures import report_failures, without_cpp_warnings
@@ -37,6 +38,26 @@ from lightning_realloc.strategies.lightning.signals import (
 
 STUCK_S = 10.0
 """Seconds that other processes have to end after one has failed, for example to write their flight records."""
+
+
+@contextmanager
+def pickling_named(setting: str) -> Iterator[None]:
+    """Raise ConfigError for objects that cannot be sent to the processes of a run.
+
+    Args:
+        setting: The launcher as the user sets it.
+    """
+    try:
+        yield
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        if "pickl" not in str(error) and "local object" not in str(error):
+            raise
+        raise ConfigError(
+            f"{setting} sends the module and all that it holds, such as reward functions, environments and tools, to "
+            f"other processes, and cannot pickle a part of it ({describe_error(error)}); define classes and functions "
+            f"at the top of a module, or give import paths 'package.module:name'; open files and connections where "
+            f"they are used, such as in reset"
+        ) from error
 
 
 class FullStateLauncher(_MultiProcessingLauncher):
@@ -56,6 +77,7 @@ class FullStateLauncher(_MultiProcessingLauncher):
         Raises:
             SIGTERMException: if the processes ended because of a signal, with their exit code.
             RankLost: if another signal ended one of them.
+            ConfigError: for objects that cannot be sent to the processes.
         """
         args, kwargs = with_last_resolved(trainer, function, args, kwargs)
         leave_process_group()
@@ -68,7 +90,8 @@ class FullStateLauncher(_MultiProcessingLauncher):
             _stuck_processes_killed(self),
         ):
             try:
-                return super().launch(function, *args, trainer=trainer, **kwargs)
+                with pickling_named(f"launcher={self._start_method!r}"):
+                    return super().launch(function, *args, trainer=trainer, **kwargs)
             except ProcessException as error:
                 stopped_with = _exit_code_of_stop(error)
                 if trainer is not None:

@@ -23,7 +23,12 @@ from lightning_realloc.errors import ConfigError, RankLost
 from lightning_realloc.strategies.checkpoints.checkpoint_files import is_complete
 from lightning_realloc.strategies.lightning.failures import report_failures
 from lightning_realloc.strategies.lightning.last_checkpoint import with_last_resolved
-from lightning_realloc.strategies.lightning.launchers import FullStateLauncher, drop_callbacks, leave_process_group
+from lightning_realloc.strategies.lightning.launchers import (
+    FullStateLauncher,
+    drop_callbacks,
+    leave_process_group,
+    pickling_named,
+)
 from lightning_realloc.strategies.lightning.signals import signals_forwarded
 from lightning_realloc.strategies.ray.ray_cluster import RankGroup, RayPlacement, connect
 from lightning_realloc.strategies.ray.ray_ranks import CheckpointList
@@ -144,8 +149,10 @@ class RayLauncher(FullStateLauncher):
         saved = _checkpoint_list() if self._max_failures else None
         for attempt in range(self._max_failures + 1):
             try:
+                with pickling_named("launcher='ray'"):
+                    pickled = cloudpickle.dumps(work)
                 with RankGroup(placement, self._signals) as group:
-                    return group.run(cloudpickle.dumps(work), saved)
+                    return group.run(pickled, saved)
             except RankLost as error:
                 if saved is None or attempt == self._max_failures:
                     raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -274,3 +275,16 @@ def test_torchrun_with_another_number_of_devices_is_refused(workers: WorkerPool)
     for one, four in workers.run(start_too_many, world_size=2, init_process_group=False):
         assert one == "2 processes were started, but Trainer(devices=1, num_nodes=1) asks for 1; make both equal"
         assert four == "2 processes were started, but Trainer(devices=4, num_nodes=1) asks for 4; make both equal"
+
+
+def test_what_cannot_be_sent_to_the_processes_of_a_run_is_named() -> None:
+    def low(completion_ids: Sequence[Sequence[int]], **columns: object) -> list[float]:
+        return runs.low_tokens(completion_ids)
+
+    trainer = runs.trainer(ReallocStrategy("static", launcher="spawn"), 2)
+    with pytest.raises(ConfigError, match=r"launcher='spawn' sends .* cannot pickle a part of it \(.*local.*; define"):
+        trainer.fit(runs.grpo(reward=low), Batches(1))
+    with pytest.raises(ConfigError, match="launcher='ray' sends"), launchers.pickling_named("launcher='ray'"):
+        pickle.dumps(number for number in range(3))
+    with pytest.raises(TypeError, match="another"), launchers.pickling_named("launcher='ray'"):
+        raise TypeError("another error")
