@@ -9,6 +9,9 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+MAX_THREADS = 1024
+"""Threads of this process at which no function is called in another one: those that hang add up, until none starts."""
+
 T = TypeVar("T")
 
 

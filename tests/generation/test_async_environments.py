@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -13,6 +14,7 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Conversation, SamplingParams, Turn
 from lightning_realloc.generation.loop.asking import call
 from lightning_realloc.generation.loop.environment import EVENT_LOOP
+from lightning_realloc.runtime import event_loop
 from tests.generation.dialogues import PROMPTS, SAMPLED, check_same, engine_of, exact_model, expected, tool
 
 EVERY_TOKEN_STOPS = SamplingParams(max_new_tokens=30, stop_token_ids=tuple(range(128)))
@@ -162,3 +164,22 @@ def test_a_forked_process_has_an_event_loop_of_its_own() -> None:
 def test_max_concurrent_is_at_least_one() -> None:
     with pytest.raises(GenerationError, match="max_concurrent=0 must be at least 1"):
         Conversation(max_concurrent=0)
+
+
+def test_functions_that_hang_are_named_before_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+
+    def hanging() -> None:
+        released.wait()
+
+    async def calls() -> None:
+        for _ in range(4):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(call(hanging), 0.01)
+
+    monkeypatch.setattr(event_loop, "MAX_THREADS", threading.active_count() + 3)
+    try:
+        with pytest.raises(RuntimeError, match="and 3 of them are earlier calls of this function, which run on after"):
+            asyncio.run(calls())
+    finally:
+        released.set()
