@@ -70,7 +70,7 @@ class ChatTools:
         self._chat = ChatTurns(tokenizer, stop_token_ids=stop_token_ids)
         self._chat.check(self._schemas)
         self._parser = TurnParser(tokenizer, settings.parser)
-        self._parser.check(self._schemas)
+        self._parser.check(self._schemas, self._chat.shown_call(self._schemas))
 
     def turns(self, messages: Sequence[Message], generate: Callable[[Sequence[int]], Completion]) -> list[Message]:
         """Return the model's turns and the tools' answers, up to a turn without calls.

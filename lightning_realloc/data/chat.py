@@ -307,11 +307,16 @@ def _text_of(message: Message, place: str) -> str:
 
 
 def _is_text_part(part: object) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str)
+    return isinstance(part, Mapping) and _part_type(part) in _TEXT_PARTS and isinstance(part.get("text"), str)
+
+
+def _part_type(part: Mapping[str, Any]) -> str | None:
+    kind = part.get("type")
+    return kind if isinstance(kind, str) else None  # of other rows, such as lists, which a set cannot look up
 
 
 def _kind(part: object) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else None
+    kind = _part_type(part) if isinstance(part, Mapping) else None
     return _described(part) if kind is None or kind in _TEXT_PARTS else repr(kind)
 
 

@@ -20,10 +20,13 @@ from lightning_realloc.environments.tool_environment import (
 from lightning_realloc.environments.tools.tool import Tool, check_distinct, tools_of
 from lightning_realloc.environments.trl_environment import TrlEnvironment, has_trl_contract
 from lightning_realloc.errors import ConfigError, describe_error
-from lightning_realloc.rewards.signatures import import_function
+from lightning_realloc.rewards.signatures import check_returns, import_function
 
 CONTROL_COLUMN = "environment"
 """Column of the data that selects one of several environments by name."""
+
+_ARGUMENTS: Mapping[str, tuple[str, ...]] = {"reset": ("row",), "step": ("message",), "get_reward": (), "close": ()}
+"""Method -> names of its arguments, which are given by position."""
 
 OneSource: TypeAlias = str | MessageEnvironment | Callable[[], Any] | Mapping[str, Any]
 """An object of `MessageEnvironment`, a class or function without arguments that makes one or an object with TRL's
@@ -139,6 +142,7 @@ class _Maker:
         environment = self.make()
         check_distinct(_known_tools(environment))
         own = plain_environment(environment)
+        _check_methods(own)
         if isinstance(own, TrlEnvironment):
             self._spare.append(own.wrapped)
         return environment
@@ -194,6 +198,39 @@ def _resolved(source: Any) -> Any:
     if not isinstance(found, type):  # a function would be called with any arguments that a file has
         raise ConfigError(f"class_path={source['class_path']!r} names no class; give a function's import path alone")
     return partial(found, **(source.get("init_args") or {}))
+
+
+def _check_methods(environment: MessageEnvironment) -> None:
+    """Raise ConfigError for an environment whose every episode would fail.
+
+    Its class has no ``step``, or a method that takes other arguments or is a generator.
+    """
+    if isinstance(environment, TrlEnvironment):
+        _check_generators(environment.wrapped)
+        return
+    name = type(environment).__name__
+    if getattr(environment.step, "__func__", None) is MessageEnvironment.step:
+        raise ConfigError(
+            f"an environment answers turns, and {name} has no method for it; define step(self, message), which returns "
+            f"StepResult(messages, ...)"
+        )
+    _check_generators(environment)
+    for method, arguments in _ARGUMENTS.items():
+        try:
+            inspect.signature(getattr(environment, method)).bind(*arguments)
+        except ValueError:  # a builtin, whose signature is not known
+            continue
+        except TypeError as problem:
+            raise ConfigError(
+                f"{name}.{method} cannot be called as {method}({', '.join(arguments)}) ({problem}); define it as "
+                f"{method}({', '.join(('self', *arguments))})"
+            ) from None
+
+
+def _check_generators(environment: object) -> None:
+    for method in _ARGUMENTS:
+        if hasattr(environment, method):
+            check_returns(getattr(environment, method), f"{type(environment).__name__}.{method}", error=ConfigError)
 
 
 def _can_be_called(function: Callable[..., Any]) -> bool:

@@ -27,12 +27,14 @@ from lightning_realloc.environments.tool_environment import only_calls_tools, pl
 from lightning_realloc.environments.trl_environment import TrlEnvironment
 from lightning_realloc.environments.turns.chat_turns import ChatTurns
 from lightning_realloc.environments.turns.turn_parser import TurnParser
-from lightning_realloc.errors import ConfigError, GenerationError, describe_error
+from lightning_realloc.errors import ConfigError, GenerationError, RewardError, describe_error
 from lightning_realloc.generation import Conversation
 from lightning_realloc.generation.core.sample import FinishReason
 from lightning_realloc.generation.loop.asking import call
 
 _log = logging.getLogger(__name__)
+MAX_MESSAGE_CHARACTERS = 1_000_000
+"""Most characters of an environment's messages at a time; more hold up all episodes while they are tokenized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ class Episode:
     _environment: MessageEnvironment | None = None
     """The environment; None where its state is not that of the last turn."""
     _lost: list[MessageEnvironment] = field(default_factory=list)
-    """Environments whose last call failed or was abandoned; they are closed with the episode."""
+    """Environments of which a call failed or was abandoned; they are closed with the episode."""
     _only_calls_tools: bool = False
     """Whether the environment does nothing but carry out calls."""
     _lost_s: float = 0.0
@@ -174,12 +176,16 @@ class Episode:
                 this episode alone.
         """
         try:
-            await self._retried(self._revived)
+            await self._retried(self._revived, "reset")
         except ConfigError:
             raise
         except Exception as error:
-            self.prompt = self.row["prompt"]
-            self.failure = f"the environment's reset raised {describe_error(error)}"
+            self.refuse(_failure("reset", error))
+
+    def refuse(self, failure: str) -> None:
+        """Let the first answer fail: the environment began no conversation that can be continued."""
+        self.prompt, self.changes_prompt = self.row["prompt"], False
+        self.failure = failure
 
     async def answer(self, number: int, tokens: TurnTokens) -> tuple[int, ...] | None:
         """Return the tokens after the model's turn ``number``, counted from 1; None: the episode has ended.
@@ -206,9 +212,9 @@ class Episode:
         own, environment = None, self._environment
         if environment is not None:
             try:
-                own = await self._retried(lambda: call(environment.get_reward))
+                own = await self._retried(lambda: call(environment.get_reward), "get_reward")
             except Exception as error:
-                self.failure = f"the environment's get_reward raised {describe_error(error)}"
+                self.failure = _failure("get_reward", error)
         self.reward = checked_reward(own, f"{type(self.shown).__name__}.get_reward()")
         of_turns = [turn.result.reward for turn in self.turns if turn.result.reward is not None]
         if self.reward is None and self.failure is None and (of_turns or not self.is_done):
@@ -231,6 +237,7 @@ class Episode:
         begin = time.monotonic()
         message = self._message(tokens)
         result = await self._bounded_step(message, begin, is_last=is_last)
+        _check_size(result.messages, f"{type(self.shown).__name__}.step")
         seconds = time.monotonic() - begin
         if result.done or is_last:
             return PlayedTurn(message, result, None, seconds)
@@ -286,27 +293,60 @@ class Episode:
         """Return the environment in the state after the last turn."""
         if self._environment is None:
             environment = await call(self.options.factory.make, self.row)
+            self._lost.append(environment)  # until it is in the state of the last turn
             begun = checked_conversation(await call(environment.reset, self.row), environment)
             if begun is None and self.row["prompt"] == EMPTY_PROMPT:
                 raise ConfigError(
                     f"{type(plain_environment(environment)).__name__}.reset wrote no prompt, and the row has none; "
                     f"return one there, or give the data a column 'prompt'"
                 )
+            _check_size(begun or (), f"{type(plain_environment(environment)).__name__}.reset")
             self.prompt = self.row["prompt"] if begun is None else begun
             self.tools = [tool.schema for tool in environment.tools] or self.tools
             self.changes_prompt = begun is not None or bool(environment.tools)
             for turn in self.turns:
                 await call(environment.step, turn.message)
+            self._lost.remove(environment)
             self._environment = environment
         return self._environment
 
-    async def _retried(self, act: Callable[[], Awaitable[Any]]) -> Any:
+    async def _retried(self, act: Callable[[], Awaitable[Any]], method: str) -> Any:
         """Return the result of an act within the deadline; after a failure it is tried again, as often as allowed."""
         for _ in range(self.options.bounds.retries):
             try:
-                return await asyncio.wait_for(act(), self.options.bounds.deadline_s)
+                return await self._in_time(act, method)
             except ConfigError:
                 raise
             except Exception:
                 continue
-        return await asyncio.wait_for(act(), self.options.bounds.deadline_s)
+        return await self._in_time(act, method)
+
+    async def _in_time(self, act: Callable[[], Awaitable[Any]], method: str) -> Any:
+        deadline_s = self.options.bounds.deadline_s
+        try:
+            async with asyncio.timeout(deadline_s if math.isfinite(deadline_s) else None) as deadline:
+                return await act()
+        except TimeoutError:
+            if not deadline.expired():  # the environment's own
+                raise
+            raise GenerationError(
+                f"the environment's {method} did not return within deadline_s={deadline_s}; bound its own time, or "
+                f"raise Conversation(deadline_s=...)"
+            ) from None
+
+
+def _failure(method: str, error: Exception) -> str:
+    """Return the failure of an episode for an error of one of its environment's methods."""
+    if isinstance(error, GenerationError | RewardError):
+        return str(error)
+    return f"the environment's {method} raised {describe_error(error)}"
+
+
+def _check_size(messages: Sequence[Message], name: str) -> None:
+    """Raise GenerationError for messages that no context can hold, which would be tokenized for minutes."""
+    num_characters = sum(len(str(message.get("content") or "")) for message in messages)
+    if num_characters > MAX_MESSAGE_CHARACTERS:
+        raise GenerationError(
+            f"{name} may return {MAX_MESSAGE_CHARACTERS} characters of messages, and returned {num_characters}; return "
+            f"a part of them"
+        )

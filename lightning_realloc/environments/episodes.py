@@ -30,7 +30,7 @@ from lightning_realloc.environments.columns import (
     TURN_REWARDS,
 )
 from lightning_realloc.environments.episode import Episode, EpisodeOptions, TurnTokens
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, DataError
 from lightning_realloc.generation import Completion, Turn
 from lightning_realloc.generation.loop.environment import EVENT_LOOP
 from lightning_realloc.rewards.failure_rule import Failed
@@ -46,22 +46,29 @@ class Episodes:
     _broken: ConfigError | None = None
     """Error of an environment that breaks its contract, which ends the run."""
 
-    def begin(self, samples: Samples) -> list[ModelInput]:
+    def begin(self, samples: Samples, *, max_prompt_tokens: int | None = None) -> list[ModelInput]:
         """Reset one environment per sample, all at the same time, and return the prompts to generate from.
 
         Args:
             samples: One row per response, with ``prompt_ids`` and the data's columns.
+            max_prompt_tokens: Most tokens of a prompt; a longer one fails its episode. None: no bound.
 
         Raises:
             ConfigError: for an environment whose ``reset`` gives no messages.
         """
         episodes = [self._episode(samples, place) for place in range(len(samples))]
         self._run(episode.begin() for episode in episodes)
-        given = model_inputs(samples)
-        return [self._prompt(episode, own) for episode, own in zip(episodes, given, strict=True)]
+        given = zip(samples.ids.tolist(), episodes, model_inputs(samples), strict=True)
+        return [self._prompt(sample_id, episode, own, max_prompt_tokens) for sample_id, episode, own in given]
 
     def resume(self, samples: Samples, completions: Sequence[Completion]) -> None:
-        """Bring the episodes of unfinished responses to their state, in a new environment where they are not here."""
+        """Bring the episodes of unfinished responses to their state, in a new environment where they are not here.
+
+        Episodes of other responses, which are given up or continued on another rank, are closed.
+        """
+        continued = {completion.sample_id for completion in completions}
+        gone = [self._episodes.pop(sample_id) for sample_id in self._episodes.keys() - continued]
+        self._run(episode.close() for episode in gone)
         lost = []
         for place, completion in enumerate(completions):
             if completion.sample_id not in self._episodes:
@@ -118,11 +125,23 @@ class Episodes:
         made = self._episodes[int(samples.ids[place])] = Episode(self.options, row)
         return made
 
-    def _prompt(self, episode: Episode, own: ModelInput) -> ModelInput:
+    def _prompt(self, sample_id: int, episode: Episode, own: ModelInput, most: int | None) -> ModelInput:
         """Return the prompt of an episode: the data's, unless the environment has another one, or tools."""
         if not episode.changes_prompt:
             return own
-        return ModelInput(tuple(episode.chat.prompt_ids(episode.prompt, episode.tools)), own.extras)
+        place = f"the prompt of sample {sample_id} with what {type(episode.shown).__name__} adds by reset and tools"
+        try:
+            ids = tuple(episode.chat.prompt_ids(episode.prompt, episode.tools))
+        except DataError as error:
+            episode.refuse(f"{place} cannot be read: {error}")
+            return own
+        if most is not None and len(ids) > most:
+            episode.refuse(
+                f"{place} has {len(ids)} tokens, and a response has room after at most {most}; return less from reset, "
+                f"describe fewer tools, or leave the row out"
+            )
+            return own
+        return ModelInput(ids, own.extras)
 
     def _columns(
         self, episodes: Sequence[Episode], talks: Sequence[list[Message]], errors: Sequence[str | None]

@@ -5,16 +5,17 @@ One object answers one sample: it reads the model's messages and keeps the state
 
 from __future__ import annotations
 
-import math
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
+import numpy as np
+
 from lightning_realloc.data.chat import Message as Message
-from lightning_realloc.data.chat import is_conversation
+from lightning_realloc.data.chat import is_conversation, plain_messages
 from lightning_realloc.environments.tools.tool import Tool
-from lightning_realloc.errors import ConfigError, RewardError
+from lightning_realloc.errors import ConfigError, DataError, RewardError
+from lightning_realloc.rewards.invoke import MAX_REWARD, finite_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +40,20 @@ class StepResult:
         object.__setattr__(self, "messages", tuple(self.messages))
         if self.messages and not is_conversation(list(self.messages)):
             raise ConfigError(f"every message needs 'role' and 'content'; StepResult got {repr(self.messages)[:120]}")
-        if not isinstance(self.done, bool):
+        _check_messages(self.messages, "StepResult(messages=...)")
+        if not isinstance(self.done, bool | np.bool_):
             raise ConfigError(f"StepResult(done=...) is True or False; got {self.done!r}")
+        object.__setattr__(self, "done", bool(self.done))
         if not isinstance(self.metrics, Mapping):
             raise ConfigError(f"StepResult(metrics=...) maps names to numbers; got {repr(self.metrics)[:60]}")
-        checked_reward(self.reward, "StepResult(reward=...)")
+        object.__setattr__(self, "reward", checked_reward(self.reward, "StepResult(reward=...)"))
         for name, value in self.metrics.items():
-            if not isinstance(name, str) or not _is_finite(value):
+            if not isinstance(name, str) or finite_number(value) is None:
                 raise ConfigError(
                     f"StepResult(metrics={{{name!r}: {value!r}}}) must be a finite number; leave a metric out of "
                     f"turns that it has no value in"
                 )
+        object.__setattr__(self, "metrics", {name: float(value) for name, value in self.metrics.items()})
 
 
 class MessageEnvironment:
@@ -125,7 +129,10 @@ def checked_conversation(begun: object, environment: object) -> Sequence[Message
     Raises:
         ConfigError: if they are no messages.
     """
-    if begun is None or (isinstance(begun, Sequence) and is_conversation(list(begun))):
+    if begun is None:
+        return None
+    if isinstance(begun, Sequence) and is_conversation(list(begun)):
+        _check_messages(begun, f"{type(environment).__name__}.reset")
         return begun
     raise ConfigError(
         f"{type(environment).__name__}.reset must return messages with 'role' and 'content', or None for the row's "
@@ -137,13 +144,17 @@ def checked_reward(reward: object, name: str) -> float | None:
     """Return a reward as float; None: there is none.
 
     Raises:
-        RewardError: for anything but a finite number.
+        RewardError: for anything but a finite number, as for results of reward functions.
     """
     if reward is None:
         return None
-    if isinstance(reward, Real) and _is_finite(reward):
-        return float(reward)
-    raise RewardError(f"{name} must be a finite number, or None where there is no reward; got {repr(reward)[:60]}")
+    number = finite_number(reward)
+    if number is not None:
+        return number
+    raise RewardError(
+        f"{name} must be a finite number (of at most {MAX_REWARD:g}), or None where there is no reward; got "
+        f"{repr(reward)[:60]}"
+    )
 
 
 def checked_tools(environment: MessageEnvironment) -> tuple[Tool, ...]:
@@ -161,5 +172,15 @@ def checked_tools(environment: MessageEnvironment) -> tuple[Tool, ...]:
     )
 
 
-def _is_finite(value: object) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+def _check_messages(messages: Sequence[Message], name: str) -> None:
+    for message in messages:
+        role, content = message["role"], message.get("content")
+        if not isinstance(role, str):
+            raise ConfigError(f"{name}: the role of a message is a word, such as 'user'; got {repr(role)[:60]}")
+        try:
+            plain_messages([message], name)
+        except DataError:
+            raise ConfigError(
+                f"{name}: the content of a message is text, or a list of {{'type': 'text', 'text': ...}}; one of role "
+                f"{role!r} holds {repr(content)[:60]}; describe it in words"
+            ) from None

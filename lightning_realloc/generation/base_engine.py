@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lightning_realloc.batch.model_input import ModelInput
-from lightning_realloc.errors import GenerationError
+from lightning_realloc.errors import GenerationError, ReallocError
 from lightning_realloc.generation.core.capabilities import Capability, require_capability
 from lightning_realloc.generation.core.model_config import length_bounds, vocabulary_of
 from lightning_realloc.generation.core.params import SamplingParams, check_counts, check_kind
@@ -114,13 +114,32 @@ class Engine(ABC):
         """Samples that moved from and to this rank in the last call, and their cost; None where samples stay."""
         return None
 
+    @property
+    def max_prompt_tokens(self) -> int | None:
+        """Most tokens of a prompt that leave room for a response; None: no bound is known."""
+        most = min(self._length_bounds().values(), default=None)
+        return None if most is None else most - 1
+
     def on_first_rank(self, make: Callable[[], T]) -> T:
-        """Return the result of ``make`` on a tensor-parallel group's first rank, as plain data, on all of them."""
+        """Return the result of ``make`` on a tensor-parallel group's first rank, as plain data, on all of them.
+
+        Raises:
+            ReallocError: an error of ``make``, on all ranks: they would wait for the result.
+        """
         group = tensor_parallel_group(self._model)
         if group is None or self._agree is None:
             return make()
-        made: T = first_ranks(make() if group.index == 0 else None, self._agree)
-        return made
+        made: T | None = None
+        problem: ReallocError | None = None
+        if group.index == 0:
+            try:
+                made = make()
+            except ReallocError as error:
+                problem = error
+        sent: tuple[T, ReallocError | None] = first_ranks((made, problem) if group.index == 0 else None, self._agree)
+        if sent[1] is not None:
+            raise problem or sent[1]
+        return sent[0]
 
     def weights_updated(self, version: int | None = None) -> None:
         """Set the version of updated parameters, by default the last one + 1; before any update it is 0.

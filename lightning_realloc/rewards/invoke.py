@@ -91,7 +91,7 @@ def finite_number(value: Any) -> float | None:
     """Return a value as a number; None for text, NaN and values above `MAX_REWARD`."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, OverflowError):  # the last for integers of hundreds of digits
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last two for huge integers and for tensors
         return None
     return number if abs(number) <= MAX_REWARD else None
 

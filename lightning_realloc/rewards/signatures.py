@@ -89,6 +89,13 @@ def check_takes(
         ) from None
 
 
+def check_returns(function: Callable[..., Any], name: str, *, error: type[ReallocError]) -> None:
+    """Raise ``error`` for a generator, which a call would return instead of the result."""
+    called = (function, getattr(function, "__call__", None))  # noqa: B004
+    if any(map(inspect.isgeneratorfunction, called)) or any(map(inspect.isasyncgenfunction, called)):
+        raise error(f"{name} must return its result, and contains yield, which makes it a generator; write return")
+
+
 def function_name(function: RewardFunction) -> str:
     """Return a function's name, or the class name of a callable object."""
     return str(getattr(function, "__name__", type(function).__name__))

@@ -1,4 +1,4 @@
-"""Trial of bad input: mutate valid configurations, plans, data, models, rewards and flags, and look at the answers.
+"""Trial of bad input: mutate valid configurations, plans, data, models, rewards, agents and flags; see the answers.
 
     python -m tests.bad_input --cases 2000 --seed 0
 
@@ -32,18 +32,26 @@ import yaml
 
 from lightning_realloc import GRPO, Dataflow, PreferenceDataModule, PromptDataModule, SFTDataModule
 from lightning_realloc import cli as command_line
+from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
+from lightning_realloc.environments import MessageEnvironment, StepResult
+from lightning_realloc.environments.environment_factory import EnvironmentFactory
+from lightning_realloc.environments.episode import EpisodeOptions
+from lightning_realloc.environments.episodes import Episodes
+from lightning_realloc.environments.turns.turn_parser import TurnParser
+from lightning_realloc.generation import Conversation, GenerationEngine, SamplingParams
 from lightning_realloc.layout import ClusterSpec, Layout
 from lightning_realloc.rewards import RewardFunctions
 from lightning_realloc.strategies.lightning.failures import CALLER_ERRORS
 from tests.bad_input.mutations import ODD_VALUES, damaged, misspelled, mutated
+from tests.environments.guessing import END, chat_model, chat_tokenizer
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.test_cli import CONFIG, REWARDS
 
 DEADLINE_S = 60
 """Seconds of one case, at most."""
-SHARES = {"layout": 25, "plan": 20, "rows": 25, "reward": 15, "flags": 10, "model": 5, "configuration": 15}
+SHARES = {"layout": 25, "plan": 20, "rows": 25, "reward": 15, "flags": 10, "model": 5, "configuration": 15, "agent": 15}
 """Kind -> its share of all cases."""
 LAYOUTS = ("dp2.tp2@0-3", "fsdp4", "fsdp2.tp2@0-3", "dp2.pp2.tp2@0-7", "tp2@0,2", "dp1@3-3")
 PLAN = {
@@ -66,6 +74,17 @@ ROWS: dict[type, list[dict[str, Any]]] = {
     SFTDataModule: [{"prompt": "2+2=", "completion": "4"}, {"prompt": "3+3=", "completion": "6"}],
     PreferenceDataModule: [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 2,
 }
+
+
+AGENT: dict[str, Any] = {
+    "reset": [{"role": "user", "content": "Guess"}, {"role": "user", "content": [{"type": "text", "text": "1 2"}]}],
+    "step": {"messages": [{"role": "user", "content": "lower"}], "reward": 0.5, "done": False, "metrics": {"a": 1.0}},
+    "get_reward": 1.0,
+    "tool": {"found": ["lower", 1]},
+    "turn": {"content": "3", "tool_calls": [{"name": "tool", "arguments": {"number": 3}}]},
+    "conversation": {"max_turns": 2, "max_turn_tokens": 2, "deadline_s": 5.0, "retries": 0},
+}
+"""What methods of an environment, a tool and a parser return, and the bounds of a conversation."""
 
 
 class Late(BaseException):
@@ -153,8 +172,48 @@ def configuration(rng: random.Random, folder: Path) -> Iterator[str]:
     _command(["fit", "--config", "fit.yaml", "--trainer.max_steps", "0", "--trainer.max_epochs", "1"])
 
 
+def agent(rng: random.Random, folder: Path) -> Iterator[str]:
+    """Results of an environment, of a tool and of a parser, and settings of a conversation."""
+    value, mistake = mutated(AGENT, rng)
+    yield mistake
+    given = value if isinstance(value, dict) else {}
+
+    def tool(number: int) -> Any:
+        """Look it up.
+
+        Args:
+            number: A number.
+        """
+        return given.get("tool")
+
+    class Answers(MessageEnvironment):
+        def reset(self, row: Any) -> Any:
+            return given.get("reset")
+
+        def step(self, message: Any) -> Any:
+            result = given.get("step")
+            return StepResult(**result) if isinstance(result, dict) else result
+
+        def get_reward(self) -> Any:
+            return given.get("get_reward")
+
+    tokenizer = chat_tokenizer()
+    settings = given.get("conversation")
+    bounds = Conversation(**settings) if isinstance(settings, dict) else Conversation()
+    parser = TurnParser(tokenizer, lambda text: given.get("turn"))
+    factory = EnvironmentFactory(Answers, [tool])
+    episodes = Episodes(EpisodeOptions(factory, tokenizer, frozenset({END}), {}, parser, bounds))
+    prompts = Samples(torch.arange(2), {"prompt_ids": Ragged.from_list([[4, 1]] * 2)}, {"prompt": ("Guess", "Guess")})
+    engine = GenerationEngine(chat_model(), tokenizer=tokenizer)
+    begun = episodes.begin(prompts, max_prompt_tokens=engine.max_prompt_tokens)
+    made = engine.generate(begun, SamplingParams(max_new_tokens=12), environment=episodes, conversation=bounds)
+    made, _ = episodes.finish(made)
+    for error in filter(None, (completion.error for completion in made)):  # a mistake of ours would be one of theirs
+        assert " raised " not in error or "StepResult.__init__" in error, error
+
+
 KINDS: dict[str, Callable[[random.Random, Path], Iterator[str]]] = {
-    function.__name__: function for function in (layout, plan, rows, reward, flags, model, configuration)
+    function.__name__: function for function in (layout, plan, rows, reward, flags, model, configuration, agent)
 }
 
 

@@ -81,6 +81,7 @@ def test_the_result_of_a_tool_may_be_any_value() -> None:
         ([IMAGE, {"type": "text", "text": "Who?"}], "holds 'image', which"),
         ([{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "input_audio"}], "'image_url', 'input_audio'"),
         (["Who?"], "holds str 'Who[?]'"),
+        ([{"type": ["text"], "text": "Who?"}], r"holds dict {'type': \['text'\], 'text': 'Who\?'}"),
         ([{"type": "text", "text": None}], "holds dict {'type': 'text', 'text': None}"),
         (42, "holds int 42"),
     ],

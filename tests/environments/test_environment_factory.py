@@ -170,9 +170,21 @@ class Broken(MessageEnvironment):
         raise OSError("no server")
 
 
-class Connected(MessageEnvironment):
+class Connected(Echo):
     def __init__(self) -> None:
         self.lines = (line for line in ("a", "b"))  # generators can be neither copied nor pickled
+
+
+def changed(**methods: Any) -> type:
+    return type("Changed", (Echo,), methods)
+
+
+def yielding(self: Any, *given: Any) -> Any:
+    yield StepResult(done=True)
+
+
+async def yielding_later(self: Any, *given: Any) -> Any:
+    yield StepResult(done=True)
 
 
 @pytest.mark.parametrize(
@@ -195,6 +207,13 @@ class Connected(MessageEnvironment):
         (type("Desk", (Echo,), {"tools": tools_of([add])}), [add], r"'add' is that of .*; rename one of them"),
         (type("Listing", (Echo,), {"tools": [add]}), [], r"Listing\.tools must be a list of Tool"),
         (Echo, "tests.environments.some_tools:add", r"must be a list of functions"),
+        (MessageEnvironment, [], r"MessageEnvironment has no method for it; define step\(self, message\)"),
+        (changed(step=lambda self, message, row: None), [], r"Changed\.step cannot be called as step\(mess.*'row'"),
+        (changed(reset=lambda self: None), [add], r"define it as reset\(self, row\)"),
+        (changed(close=lambda self, now: None), [], r"Changed\.close cannot be called as close\(\).*'now'"),
+        (changed(step=yielding), [], r"Changed\.step must return its result, and contains yield"),
+        (changed(reset=yielding_later), [add], r"Changed\.reset must return its result, and contains yield"),
+        (type("Desk", (Counter,), {"get_reward": yielding}), [], r"Desk\.get_reward must return .* write return"),
     ],
 )  # fmt: skip
 def test_settings_of_which_no_environment_can_be_made_are_refused(source: Any, tools: Any, rule: str) -> None:

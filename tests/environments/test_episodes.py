@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import groupby
@@ -50,7 +51,7 @@ def generate(episodes: Episodes, samples: Samples, **settings: Any) -> list[Comp
     """Return responses of the tiny model."""
     bounds = episodes.options.bounds
     return GenerationEngine(chat_model(), tokenizer=chat_tokenizer()).generate(
-        episodes.begin(samples), PARAMS, sample_ids=samples.ids.tolist(), environment=episodes,
+        episodes.begin(samples, max_prompt_tokens=127), PARAMS, sample_ids=samples.ids.tolist(), environment=episodes,
         conversation=Conversation(max_turns=bounds.max_turns + 1, deadline_s=bounds.deadline_s), **settings,
     )  # fmt: skip
 
@@ -296,6 +297,52 @@ def test_a_reward_that_is_no_number_ends_the_run(reward: Any) -> None:
         episodes.close()
 
 
+def of_class(**methods: Any) -> type:
+    """Return a class of environments that ends an episode after one turn, with other methods."""
+    return type("Made", (Broken,), {"get_reward": lambda game: 1.0, **methods})
+
+
+def said(text: str) -> list[Mapping[str, Any]]:
+    """Return a conversation of one message."""
+    return [{"role": "user", "content": text}]
+
+
+@pytest.mark.parametrize(
+    ("methods", "failure"),
+    [
+        ({"reset": lambda game, row: time.sleep(0.3)}, "the environment's reset did not return within deadline_s=0.1"),
+        ({"get_reward": lambda game: time.sleep(0.3)}, "get_reward did not return within deadline_s=0.1; bound its"),
+        ({"reset": lambda game, row: {}["port"]}, "the environment's reset raised KeyError: 'port'"),
+        ({"reset": lambda game, row: said("Guess " * 200_000)}, "Made.reset may return 1000000 characters of messages"),
+        ({"step": lambda game, said_: StepResult(said("1 " * 600_000))}, "Made.step may return 1000000 characters of "),
+        ({"step": lambda game, said_: StepResult(said("1 " * 600_000), done=True)}, "and returned 1200000; return a"),
+        ({"step": lambda game, said_: StepResult(reward=math.nan)}, "answer to turn 1: StepResult(reward=...) must be"),
+        ({"reset": lambda game, row: said("Guess " * 200)},
+         "the prompt of sample 1 with what Made adds by reset and tools has 203 tokens, and a response has room after "
+         "at most 127; return less from reset, describe fewer tools, or leave the row out"),
+    ],
+)  # fmt: skip
+def test_a_failure_is_named_in_the_words_of_the_environment(methods: dict[str, Any], failure: str) -> None:
+    episodes = Episodes(options(of_class(**methods), retries=0, deadline_s=0.1))
+    completions, columns = episodes.finish(generate(episodes, prompts(2)))
+    failures = [talk["failure"] or "" for talk in _talks(columns)]
+    assert failure in failures[1]
+    assert completions[1].finish_reason == "failure"
+
+
+def test_a_conversation_that_the_template_cannot_render_fails_its_episode() -> None:
+    plain = options(
+        of_class(reset=lambda game, row: said("Guess") if row["secret"] else [{"role": "ghost", "content": ""}])
+    )
+    plain.tokenizer.chat_template = (
+        "{% if messages[0].role == 'ghost' %}{{ raise_exception('no ghosts') }}{% endif %}"
+        + plain.tokenizer.chat_template
+    )
+    episodes = Episodes(plain)
+    completions, _ = episodes.finish(generate(episodes, prompts(2)))
+    assert completions[1].error is None and "cannot be read: " in str(completions[0].error)
+
+
 def _talks(columns: Mapping[str, Any]) -> list[Any]:
     return json_values(columns["record/conversation"])
 
@@ -329,9 +376,35 @@ def test_nothing_is_left_open() -> None:
     episodes = Episodes(options(Counted, max_turns=3))
     episodes.finish(generate(episodes, prompts(5)))
     assert opened == []
-    generate(episodes, prompts(5), token_budget=20)
-    assert opened
+    begun = [c for c in generate(episodes, prompts(5), token_budget=20) if c.finish_reason == "unfinished"]
+    assert len(opened) > 1
+    episodes.resume(prompts(5), begun[:1])  # the others are continued elsewhere, or given up
+    assert len(opened) == 1
     episodes.close()
+    assert opened == []
+
+
+def test_environments_that_cannot_be_reset_are_closed_too() -> None:
+    opened: list[Any] = []
+
+    class Half(Broken):
+        """Opens something, and fails."""
+
+        where = "reset"
+
+        def reset(self, row: Mapping[str, Any]) -> Any:
+            """Open, and fail."""
+            opened.append(self)
+            return super().reset(row)
+
+        def close(self) -> None:
+            """Close."""
+            opened.remove(self)
+
+    episodes = Episodes(options(Half, retries=1))
+    made = generate(episodes, prompts(2))
+    assert len(opened) == 4
+    episodes.finish(made)
     assert opened == []
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from lightning_realloc.environments import MessageEnvironment, StepResult
 from lightning_realloc.environments.message_environment import (
@@ -25,6 +27,10 @@ SAID = [{"role": "user", "content": "Go on."}]
 def test_results_hold_messages_a_reward_and_metrics() -> None:
     result = StepResult(SAID, reward=1, done=True, metrics={"length": np.float32(2)})
     assert result.messages == tuple(SAID) and result.reward == 1 and result.done
+    metrics = {"length": torch.tensor(2)}
+    numbers: dict[str, Any] = {"reward": np.float32(0.5), "done": np.bool_(True), "metrics": metrics}
+    given = StepResult(**numbers)
+    assert json.dumps([given.reward, given.done, given.metrics]) == '[0.5, true, {"length": 2.0}]'
     assert StepResult() == StepResult((), reward=None, done=False, metrics={})
 
 
@@ -34,8 +40,12 @@ def test_results_hold_messages_a_reward_and_metrics() -> None:
         ({"messages": "Go on."}, "is a list of messages, such as"),
         ({"messages": SAID[0]}, "is a list of messages"),
         ({"messages": [{"content": "Go on."}]}, "every message needs 'role' and 'content'"),
+        ({"messages": [{"role": 1, "content": ""}]}, "the role of a message is a word, such as 'user'; got 1"),
+        ({"messages": [{"role": "user", "content": 5}]}, "text, or a list of .*; one of role 'user' holds 5; describe"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "holds .*image.*; describe it in words"),
+        ({"reward": torch.ones(2)}, r"must be a finite number \(of at most 1e\+18\), or None"),
         ({"done": 1}, r"StepResult\(done=\.\.\.\) is True or False; got 1"),
-        ({"reward": math.nan}, r"StepResult\(reward=\.\.\.\) must be a finite number, or None .* got nan"),
+        ({"reward": math.nan}, r"StepResult\(reward=\.\.\.\) must be a finite number .*, or None .* got nan"),
         ({"reward": "1"}, "must be a finite number"),
         ({"metrics": [1.0]}, "maps names to numbers"),
         ({"metrics": {"length": math.inf}}, "'length': inf.* must be a finite number; leave a metric out"),
@@ -65,6 +75,8 @@ def test_what_environments_return_is_checked_by_name() -> None:
     for begun in (7, "hi", [1, 2], [{"text": "hi"}], []):
         with pytest.raises(ConfigError, match=r"Echo\.reset must return messages with 'role' and 'content', or None"):
             checked_conversation(begun, echo)
+    with pytest.raises(ConfigError, match=r"Echo\.reset: the content of a message is text.* holds 5; describe"):
+        checked_conversation([{"role": "user", "content": 5}], echo)
     with pytest.raises(RewardError, match=r"get_reward\(\) must be a finite number.*got inf"):
         checked_reward(math.inf, "get_reward()")
 

@@ -33,8 +33,10 @@ from lightning_realloc.errors import ConfigError, PlanError, ReallocError, Rewar
 from lightning_realloc.generation import GenerationEngine, SamplingParams
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.lightning.trainer_checks import refuse_gradient_settings
+from tests.environments.guessing import Guessing, chat_model, chat_tokenizer, is_even
 from tests.models import SIZES, byte_tokenizer, tiny_model, tiny_scorer
 from tests.strategies import runs
+from tests.strategies.calls.test_agents import Games
 from tests.strategies.runs import Batches, calls
 from tests.workers import WorkerPool
 
@@ -372,6 +374,65 @@ def test_a_failure_on_one_rank_is_raised_on_all(workers: WorkerPool) -> None:
             nothing_to_learn: "DataError: a mini-batch needs at least one response token; its 6 sequences have none",
             no_samples_for_mini_batches: "ConfigError: num_minibatches=9 needs as many samples in an iteration",
             sequence_longer_than_a_micro_batch: "DataError: a sequence must fit one micro-batch",
+        },
+    )
+
+
+# ---- environments
+
+
+class Numbers(Guessing):
+    """Begins with numbers, which are no messages."""
+
+    def reset(self, row: Any) -> Any:
+        """Return numbers."""
+        return [1, 2]
+
+
+class Words(Guessing):
+    """Answers with a word, which is no result."""
+
+    def step(self, message: Any) -> Any:
+        """Return a word."""
+        return "higher"
+
+
+def game(**settings: Any) -> Any:
+    """GRPO with an environment of messages."""
+    return runs.RecordedGRPO(
+        chat_model(), runs.low_tokens, reference=chat_model(1), tokenizer=chat_tokenizer(),
+        sampling=SamplingParams(n=2, max_new_tokens=24), **settings,
+    )  # fmt: skip
+
+
+def rows_without_their_environment() -> Any:
+    """Two environments, and no column that selects one."""
+    return game(environment={"a": Guessing, "b": Guessing}), "heuristic", Games()
+
+
+def reset_of_numbers() -> Any:
+    """A conversation must begin with messages, on the rank that asks for all, too."""
+    return game(environment=Numbers), calls(actor_generate="tp2", reference_infer="dp2", actor_train="dp2"), Games()
+
+
+def step_of_a_word() -> Any:
+    """A step must return a StepResult."""
+    return game(environment=Words), "heuristic", Games()
+
+
+def parser_of_another_family() -> Any:
+    """The template must show calls as the parser reads them."""
+    return game(tools=[is_even], parser="hermes"), "heuristic", Games()
+
+
+def test_environments_that_cannot_be_played_are_refused_on_all_ranks(workers: WorkerPool) -> None:
+    expect(
+        workers,
+        {
+            rows_without_their_environment: "ConfigError: with several environments, the column 'environment' of every",
+            reset_of_numbers: "ConfigError: Numbers.reset must return messages with 'role' and 'content', or None",
+            step_of_a_word: "ConfigError: Words.step must return StepResult(messages, ...); it returned 'higher'",
+            parser_of_another_family: "ConfigError: parser='hermes' finds no call in the chat template's own, which",
         },
     )
 

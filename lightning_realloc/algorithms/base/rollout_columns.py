@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -34,14 +34,16 @@ from lightning_realloc.environments.columns import (
     SECONDS,
     TOOL_METRICS,
 )
+from lightning_realloc.environments.message_environment import MessageEnvironment
 from lightning_realloc.environments.transcript import transcript
 from lightning_realloc.environments.turns.turn_parser import Part
-from lightning_realloc.errors import GenerationError
+from lightning_realloc.errors import ConfigError, GenerationError
 from lightning_realloc.generation import Completion, Conversation, Engine, Environment, SamplingParams, Turn
 from lightning_realloc.generation.core.sample import FinishReason
 from lightning_realloc.generation.loop.asking import call
 from lightning_realloc.generation.loop.environment import OnFailure
 from lightning_realloc.rewards.functions import RewardFunctions, Rewards
+from lightning_realloc.rewards.signatures import function_name
 
 _log = logging.getLogger(__name__)
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "failure", "unfinished", "environment", "max_turns")
@@ -75,8 +77,14 @@ class RowEnvironment:
         """Return the environment's answer."""
         place = self._place[turn.sample_id // self._num_responses]
         columns = {name: column[place] for name, column in self._columns.items()}
-        answer: Sequence[int] | None = await call(self._environment, replace(turn, columns=columns))
-        return answer
+        answer: Any = await call(self._environment, replace(turn, columns=columns))
+        if isinstance(answer, MessageEnvironment):
+            raise ConfigError(
+                f"environment={function_name(self._environment)} takes an argument, so it answers turns in tokens, and "
+                f"made a {type(answer).__name__}, which answers in messages; a function that makes environments has no "
+                f"arguments, and rows reach reset(row)"
+            )
+        return cast("Sequence[int] | None", answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +152,8 @@ def sample_responses(
     on_finished = None if engine.partial_results is None else engine.partial_results.collect(len(samples), responses)
     if dialogue is None:
         return responses(engine.generate(model_inputs(prompts), sampling, sample_ids=ids, on_finished=on_finished))
-    inputs, params = dialogue.begin(prompts, samples, sampling)
     try:
+        inputs, params = dialogue.begin(prompts, samples, sampling)
         return responses(engine.generate(inputs, params, sample_ids=ids, on_finished=on_finished, **dialogue.settings))
     finally:
         dialogue.close()

@@ -48,8 +48,9 @@ class EpisodeDialogue(Dialogue):
         self, prompts: Samples, samples: Samples, sampling: SamplingParams
     ) -> tuple[Sequence[ModelInput], SamplingParams]:
         """Return the prompts that the environments give: one per sample, unless those of a row are alike."""
+        most, n = self.engine.max_prompt_tokens, sampling.n
         with self.engine.idle():
-            inputs, n = self.engine.on_first_rank(lambda: self.environment.begin(samples)), sampling.n
+            inputs = self.engine.on_first_rank(lambda: self.environment.begin(samples, max_prompt_tokens=most))
         keys = [each.prompt_key for each in inputs]
         if all(keys[place] == keys[place - place % n] for place in range(len(keys))):
             return inputs[::n], sampling
@@ -164,8 +165,9 @@ class EpisodeDialogues(Dialogues):
         parser = TurnParser(tokenizer, self._parser)
         options = EpisodeOptions(self.factory, tokenizer, frozenset(stop_token_ids), template, parser, self.bounds)
         schemas = [tool.schema for tool in self.factory.tools]
-        options.chat({})[0].check(schemas)
-        parser.check(schemas)
+        chat, _ = options.chat({})
+        chat.check(schemas)
+        parser.check(schemas, chat.shown_call(schemas) if schemas else ())
         self._options = options
 
     def check_rows(self, columns: Mapping[str, Sequence[object]]) -> None:

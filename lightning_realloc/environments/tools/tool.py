@@ -11,7 +11,7 @@ from typing import Any
 from transformers.utils.chat_template_utils import get_json_schema
 
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.rewards.signatures import import_function
+from lightning_realloc.rewards.signatures import check_returns, import_function
 
 RESERVED_NAMES = frozenset({"reset", "step", "close", "get_reward"})
 """Methods of environments, which no tool is named like."""
@@ -53,6 +53,7 @@ class Tool:
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise ConfigError(f"a tool is a function; {self.name!r} is a {type(self.function).__name__}")
+        check_returns(self.function, f"tool {self.name!r}", error=ConfigError)
         if not isinstance(self.name, str) or _NAME.fullmatch(self.name) is None:
             raise ConfigError(
                 f"a tool's name has up to 64 letters, digits and underscores; {self.name!r} of {self.function!r} has "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -96,6 +97,17 @@ class ChatTurns:
         (ids,) = token_ids(self._tokenizer, [text])
         return ids[1:] if list(turn_ids[-1:]) == ids[:1] else ids
 
+    def shown_call(self, tools: Tools) -> tuple[str, str]:
+        """Return a turn that calls the first tool, as the chat template shows it: the text before it, and the turn."""
+        name = str(tools[0]["function"]["name"])
+        call = {"id": "call00000", "type": "function", "function": {"name": name, "arguments": {}}}
+        prompt = self._render([_USER], tools)
+        whole = self._render([_USER, {"role": "assistant", "content": "", "tool_calls": [call]}], tools)
+        before = "".join(
+            ours for ours, _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False))
+        )
+        return before, self._until_stop(whole.removeprefix(before))
+
     def check(self, tools: Tools = ()) -> None:
         """Raise ConfigError if the chat template cannot show the tools and their answers, or the end of a turn."""
         if self._tokenizer.chat_template is None:
@@ -161,6 +173,9 @@ class ChatTurns:
                 f"tokenizer.chat_template to one that renders them"
             )
         return after
+
+    def _until_stop(self, text: str) -> str:
+        return text[: min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=len(text))]
 
     def _first_end(self, rendered: str) -> _TurnEnd:
         """Return the end at the first stop token of a text; without any, at the first special token.

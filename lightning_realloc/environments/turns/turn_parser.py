@@ -24,6 +24,7 @@ from transformers.utils.chat_parsing.response_templates import (
 from lightning_realloc.data.chat import Message
 from lightning_realloc.environments.turns.written_calls import read_calls, read_malformed
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.rewards.signatures import check_returns, check_takes, function_name, is_async
 
 Parser = str | Mapping[str, Any] | Callable[[str], Message]
 """Name of a format in ``response_formats.yaml``, a response template, or a function of a turn's text."""
@@ -34,6 +35,8 @@ _NO_CALLS = "text"
 """Format without tool calls, for chat templates that contain no format's marks."""
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Names that response templates have for a thought."""
+_MOST_SHOWN = 80
+"""Most characters of a turn that an error shows."""
 MOST_TOKENS_BEFORE = 64
 """Tokens before a turn that are read for the header of the assistant, which may open a thought."""
 
@@ -64,11 +67,13 @@ class TurnParser:
             caller's.
 
     Raises:
-        ConfigError: for an unknown format, or a response template that transformers does not accept.
+        ConfigError: for an unknown format, a response template that transformers does not accept, or a function that
+            cannot be called with a text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, parser: Parser | None = None) -> None:
         self._tokenizer = tokenizer
+        self._given = parser
         self._function = parser if callable(parser) else None
         self.format = _format_name(tokenizer, parser)
         """Name of the format in ``response_formats.yaml``; None for a response template or function from elsewhere."""
@@ -99,12 +104,29 @@ class TurnParser:
         marks = [mark for field in self._thoughts for mark in (field.open_re, field.close_re) if mark is not None]
         return any(mark.search(text) for mark in marks for text in texts)
 
-    def check(self, tools: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ConfigError if there are tools, and no format is known in which the model calls them."""
+    def check(self, tools: Sequence[Mapping[str, Any]], shown: Sequence[str] = ()) -> None:
+        """Raise ConfigError if there are tools, and no format is known in which the model calls them.
+
+        Args:
+            tools: JSON schemas of the tools.
+            shown: Text before a turn that calls the first tool, and the turn, as the chat template shows them to the
+                model. A format that was given must find the call; a function may read what the template does not show.
+        """
         if tools and self.format == _NO_CALLS:
             raise ConfigError(
                 f"tools need a format in which the model calls them, and the tokenizer has neither a response_template "
                 f"nor a chat template of a known family; give parser= {_choices()}"
+            )
+        if not tools or not shown or self._given is None or self._function is not None:
+            return
+        before, turn = shown
+        calls = self.parse(turn, first_call=0, tools=tools, before=before).get("tool_calls", ())
+        name = tools[0]["function"]["name"]
+        if [call["function"]["name"] for call in calls] != [name]:
+            raise ConfigError(
+                f"parser={_shortened(self._given)} finds no call in the chat template's own, which is "
+                f"{turn.strip()[:_MOST_SHOWN]!r}; leave parser out, give the format of the model's calls, or set "
+                f"tokenizer.chat_template to one that shows calls in this format"
             )
 
     def parse(
@@ -246,6 +268,10 @@ def _format_name(tokenizer: PreTrainedTokenizerBase, parser: Parser | None) -> s
         if parser not in _formats():
             raise ConfigError(f"parser={parser!r} is not known; give {_choices()}")
         return parser
+    if callable(parser):
+        _check_function(parser)
+    elif not isinstance(parser, Mapping | None):
+        raise ConfigError(f"parser={parser!r} is a {type(parser).__name__}; give {_choices()}")
     if parser is not None or getattr(tokenizer, "response_template", None) is not None:
         return None
     text = _template_text(tokenizer)
@@ -255,6 +281,22 @@ def _format_name(tokenizer: PreTrainedTokenizerBase, parser: Parser | None) -> s
 def _template_text(tokenizer: PreTrainedTokenizerBase) -> str:
     templates = getattr(tokenizer, "chat_template", None) or ""
     return "\n".join(templates.values()) if isinstance(templates, Mapping) else str(templates)
+
+
+def _check_function(parser: Callable[[str], Message]) -> None:
+    way_out = "give its other arguments defaults, or functools.partial(...)"
+    check_takes(parser, "the text of a turn", what="parser", way_out=way_out, error=ConfigError)
+    check_returns(parser, f"parser {function_name(parser)}", error=ConfigError)
+    if is_async(parser):
+        raise ConfigError(
+            f"parser {function_name(parser)} must return a message at once, and is async; define it with def, and let "
+            f"a tool or the environment do what takes time"
+        )
+
+
+def _shortened(parser: object) -> str:
+    text = repr(parser)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def _choices() -> str:

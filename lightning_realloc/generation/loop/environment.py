@@ -18,7 +18,7 @@ from numbers import Real
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, Protocol, get_args
 
-from lightning_realloc.errors import GenerationError, require_choice
+from lightning_realloc.errors import GenerationError, ReallocError, require_choice
 from lightning_realloc.generation.core.model_config import as_token_ids, check_vocabulary
 from lightning_realloc.generation.core.params import check_counts, check_kind
 from lightning_realloc.generation.core.sample import FinishReason, Sample
@@ -301,6 +301,8 @@ class Conversations:
             return Answer(index, self._checked(await call(self._environment, turn), turn))
         except GenerationError as error:
             return Answer(index, error=str(error))
+        except ReallocError as error:  # of what the environment returned
+            return Answer(index, error=f"the environment's answer to turn {turn.number}: {error}")
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # also SystemExit, which would end the event loop

@@ -82,6 +82,15 @@ def reset(a: int) -> int:
     return a
 
 
+async def lines(path: str) -> Any:
+    """Read lines.
+
+    Args:
+        path: A file.
+    """
+    yield path
+
+
 def twin() -> Callable[..., Any]:
     def add() -> int:
         """Return 1."""
@@ -101,6 +110,7 @@ def twin() -> Callable[..., Any]:
         ([reset], r"'reset' is named like a method that the environment itself has.*rename it"),
         ([add, twin()], r"'add' is that of tests\.environments\.some_tools\.add and .*twin.*rename one"),
         ([lambda: 1], r"'<lambda>'"),
+        ([lines], r"tool 'lines' must return its result, and contains yield, which makes it a generator"),
         ([functools.partial(add, 1)], r"needs a name; functools\.partial.* has none; write a function with def"),
         ([Counter], r"Counter is a class; list methods of an object of it, or give it as environment=Counter"),
         ([7], r"7 is a int"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -282,12 +282,24 @@ def test_a_function_may_parse_turns() -> None:
             TurnParser(byte_tokenizer(), lambda _, wrong=wrong: wrong).parse("hi", first_call=0)
 
 
+async def _later(text: str) -> dict[str, Any]:
+    return {"content": text}
+
+
+def _pieces(text: str) -> Iterator[str]:
+    yield text
+
+
 @pytest.mark.parametrize(
     ("parser", "error"),
     [
         ("qwen", "parser='qwen' is not known; give one of xml, glm, hermes"),
         ({"fields": {}}, "transformers does not accept the response template: .*non-empty.*; give one of"),
         ({"start_anchor": "x", "fields": {"tool_calls": {"content": "json"}}}, "tool_calls .* needs open"),
+        (7, "parser=7 is a int; give one of xml, glm"),
+        (lambda text, tools: {}, r"parser <lambda> cannot be called with the text of a turn alone .*'tools'"),
+        (_later, "parser _later must return a message at once, and is async; define it with def"),
+        (_pieces, "parser _pieces must return its result, and contains yield"),
     ],
 )
 def test_an_unknown_parser_is_refused(parser: Any, error: str) -> None:

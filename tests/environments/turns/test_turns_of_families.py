@@ -65,6 +65,21 @@ def expected_message(message: Message) -> Message:
     return expected | ({"reasoning_content": message["thinking"]} if "thinking" in message else {})
 
 
+@TEMPLATES
+def test_a_format_that_is_given_must_read_the_calls_that_the_template_shows(name: str) -> None:
+    shown = turns_of(name).shown_call(TOOLS)
+    own = TurnParser(tokenizer_of(name)).format
+    for given in ("hermes", "mistral", "gpt-oss"):
+        parser = TurnParser(tokenizer_of(name), given)
+        if given == own:
+            parser.check(TOOLS, shown)
+        elif (own, given) != ("mistral-args", "mistral"):
+            with pytest.raises(ConfigError, match=f"parser='{given}' finds no call in the chat template's own"):
+                parser.check(TOOLS, shown)
+    TurnParser(tokenizer_of(name), own).check(TOOLS, shown)
+    TurnParser(tokenizer_of(name), lambda text: {"content": text}).check(TOOLS, shown)
+
+
 @CONVERSATIONS
 def test_a_turn_parses_to_the_message_of_which_the_template_made_it(name: str, seeds: range) -> None:
     parser = TurnParser(tokenizer_of(name))
