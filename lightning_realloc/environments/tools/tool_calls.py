@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +13,7 @@ from typing import Any
 from lightning_realloc.data.chat import Message
 from lightning_realloc.environments.tools.arguments import CallError, arguments_of
 from lightning_realloc.environments.tools.tool import Tool
-from lightning_realloc.generation.loop.asking import call
+from lightning_realloc.generation.loop.asking import call, stopwatch, time_limit
 from lightning_realloc.rewards.signatures import is_async
 
 _log = logging.getLogger(__name__)
@@ -87,7 +85,7 @@ class ToolRunner:
 
     async def _outcome(self, found: Mapping[str, Any]) -> _Outcome:
         name, arguments = _function_of(found)
-        begin = time.monotonic()
+        elapsed_s = stopwatch()
         error = None
         try:
             content = self._cut(text_of(await self._result(name, arguments)))
@@ -104,7 +102,7 @@ class ToolRunner:
             content = text_of({"error": self._cut(error)})
         message = {"role": "tool", "tool_call_id": found.get("id"), "name": name, "content": content}
         known = name if name in self.tools else UNKNOWN
-        return _Outcome(message, known, error is not None, time.monotonic() - begin)
+        return _Outcome(message, known, error is not None, elapsed_s())
 
     async def _result(self, name: str, arguments: object) -> Any:
         tool = self.tools.get(name)
@@ -114,7 +112,7 @@ class ToolRunner:
         given = arguments_of(tool, arguments)
         deadline_s = self._deadline_s
         try:
-            async with asyncio.timeout(deadline_s if math.isfinite(deadline_s) else None) as deadline:
+            async with time_limit(deadline_s) as deadline:
                 return await call(tool.function, **given)
         except TimeoutError:
             if not deadline.expired():  # the tool's own
