@@ -35,12 +35,13 @@ def every_state(problem: Problem) -> Iterator[tuple[list[PlacedOption], frozense
             for dims in legal_dims(problem.models[call.role], call.kind, ranks.size, problem.cluster):
                 layout = Layout(dims, ranks.ranks)
                 kept = estimator.resident_bytes(call.role, layout, is_home=call.is_home)
+                further = sum(estimator.resident_bytes(role, layout, is_home=True) for role in call.further_roles)
                 is_copied = call.kind == "generate" and estimator.generates_in_copy(call.owner, layout)
                 for plan in problem.options.plans(call.kind, layout):
                     seconds = estimator.call_seconds(call.name, plan).total
                     if math.isfinite(seconds):
                         active = estimator.active_bytes(call.name, plan)
-                        option = Option(dims, plan, seconds, active, kept, is_copied)
+                        option = Option(dims, plan, seconds, active, kept, is_copied, further)
                         choices.append(problem.place(option, ranks))
         per_call.append(choices)
     frozen = [

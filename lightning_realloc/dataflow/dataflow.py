@@ -41,6 +41,9 @@ class ModelFunctionCall:
     """Names that exist after the call has finished."""
     whole_batch: bool = False
     """Whether a ``compute`` call receives all samples of the iteration at once, instead of a share of whole groups."""
+    partners: tuple[str, ...] = ()
+    """Roles whose models answer environments in a ``generate`` call, on its ranks and in its layout; its own for
+    self-play."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(CallKind):
@@ -54,6 +57,15 @@ class ModelFunctionCall:
                 f"call {self.name!r} of kind {self.kind!r} has whole_batch=True; only 'compute' calls can ask for it, "
                 f"a model's call gets its data-parallel share"
             )
+        if self.partners and self.kind != "generate":
+            raise PlanError(
+                f"call {self.name!r} of kind {self.kind!r} has partners={self.partners}; only 'generate' calls ask any"
+            )
+
+    @property
+    def further_roles(self) -> tuple[str, ...]:
+        """Roles other than its own whose models the call uses."""
+        return tuple(role for role in self.partners if role != self.role)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +97,8 @@ class Dataflow:
     @property
     def roles(self) -> tuple[str, ...]:
         """Roles that take part, in the order of their first calls."""
-        return tuple(dict.fromkeys(call.role for call in self.calls if call.role is not None))
+        used = (role for call in self.calls for role in (call.role, *call.further_roles))
+        return tuple(dict.fromkeys(role for role in used if role is not None))
 
     @property
     def trained_roles(self) -> tuple[str, ...]:
@@ -121,8 +134,9 @@ class Dataflow:
         raise PlanError(f"no call is named {name!r}; this algorithm has {', '.join(c.name for c in self.calls)}")
 
     def calls_of(self, role: str) -> tuple[ModelFunctionCall, ...]:
-        """Return the calls that use the model of ``role``."""
-        return tuple(call for call in self.calls if call.role == role)
+        """Return the calls that use the model of ``role``, those in which it is a partner last."""
+        own = (call for call in self.calls if call.role == role)
+        return (*own, *(call for call in self.calls if role in call.further_roles))
 
     def home_call(self, role: str) -> ModelFunctionCall:
         """Return the call whose layout holds a role's master weights: its training call, else its first call."""

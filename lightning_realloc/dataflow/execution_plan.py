@@ -295,10 +295,11 @@ class ExecutionPlan:
             LayoutError: for a layout that does not fit; the message names the call.
         """
         for call in _evaluation_last(dataflow):
-            try:
-                ModelLayout(models[str(call.role)], self.layout(call.name))
-            except LayoutError as error:
-                raise LayoutError(f"calls.{call.name}: {error}") from None
+            for role in (str(call.role), *call.further_roles):
+                try:
+                    ModelLayout(models[role], self.layout(call.name))
+                except LayoutError as error:
+                    raise LayoutError(f"calls.{call.name}: {error}") from None
 
     def _check_offload(self, dataflow: Dataflow) -> None:
         trained = dataflow.trained_roles

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_realloc.dataflow.dataflow import CallKind, Dataflow, ModelFunctionCall
@@ -76,3 +78,12 @@ def test_only_computations_have_no_role() -> None:
         ModelFunctionCall("actor.infer", "infer", "actor", "score", whole_batch=True)
     with pytest.raises(PlanError, match=r"kind 'dream'; use one of \('generate', 'infer', 'train', 'compute'\)"):
         ModelFunctionCall("actor.dream", "dream", "actor", "dream")  # type: ignore[arg-type]
+
+
+def test_partners_are_roles_whose_home_is_the_call_that_asks_them() -> None:
+    asking = replace(GENERATE, partners=("actor", "seller"))
+    flow = Dataflow((asking, SCORE, JUDGE, TRAIN))
+    assert flow.roles == ("actor", "seller", "reference") and flow.trained_roles == ("actor",)
+    assert flow.home_call("seller") == asking and flow.calls_of("actor") == (asking, TRAIN)
+    with pytest.raises(PlanError, match=r"'reference\.infer' of kind 'infer' has partners=\('seller',\)"):
+        replace(SCORE, partners=("seller",))

@@ -149,8 +149,9 @@ class SubjectMaker:
         The first subject with given blocks measures the additions of shards for all of them.
         """
         chosen: dict[str, ModelRole] = {}
+        called = {call.role for call in self.request.dataflow.model_calls}
         for role in self.request.roles:  # a trained role represents frozen ones of its shape
-            if role.name in self.request.dataflow.roles and (self.names[role.name] not in chosen or role.trained):
+            if role.name in called and (self.names[role.name] not in chosen or role.trained):
                 chosen[self.names[role.name]] = role
         bare: dict[str, Subject | None] = {}
         subjects: list[Subject] = []

@@ -213,7 +213,8 @@ class ModelPool:
 
     def _calls_on(self, role: str) -> list[ModelFunctionCall]:
         """Return the calls that use a role's weights."""
-        return [call for call in self.dataflow.model_calls if self.owner(str(call.role)) == role]
+        own = [call for call in self.dataflow.model_calls if self.owner(str(call.role)) == role]
+        return own + [call for call in self.dataflow.model_calls if role in call.further_roles]
 
     def alone(self, *, frees_copies: bool) -> tuple[str, ...]:
         """Return roles that allow one call at a time, because their weights leave memory when a call ends."""

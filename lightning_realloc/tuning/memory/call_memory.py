@@ -43,6 +43,8 @@ class CallMemory:
     """Whether the dataflow trains the role."""
     reads_base: bool = False
     """Whether the call reads the role's weights without their adapters."""
+    partners_cache: int = 0
+    """Bytes of keys and values of models that answer environments, each for as many samples at a time."""
     is_wrapped: bool = field(init=False)
     """Whether FSDP2 wraps the model."""
     weight_bytes: int = field(init=False)
@@ -63,12 +65,13 @@ class CallMemory:
     def peak(self) -> MemoryParts:
         """Bytes at the moment with the largest total."""
         moments = {"train": self._train, "infer": self._infer, "generate": self._generate}[self.kind]()
-        return max(moments, key=lambda parts: parts.total) + self._merged
+        return max(moments, key=lambda parts: parts.total) + self._merged + MemoryParts(kv_cache=self.partners_cache)
 
     @property
     def kept(self) -> MemoryParts:
         """Bytes of a generating call that stay where caches are not freed; a draft model frees its own."""
-        return MemoryParts(kv_cache=0 if self.cache is None else self.cache.distilling_bytes) + self._merged
+        own = 0 if self.cache is None else self.cache.distilling_bytes
+        return MemoryParts(kv_cache=own + self.partners_cache) + self._merged
 
     @property
     def draft_bytes(self) -> int:

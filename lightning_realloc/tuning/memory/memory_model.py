@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
@@ -68,7 +68,7 @@ class MemoryModel:
             is_home: Whether the call runs on the owner's home, and not on a replica next to it.
         """
         owner = self.owner(str(call.role))
-        return CallMemory(
+        made = CallMemory(
             role=self.roles[owner],
             kind=call.kind,
             plan=plan,
@@ -79,3 +79,10 @@ class MemoryModel:
             is_trained=self.is_trained(owner),
             reads_base=owner != call.role,
         )
+        return replace(made, partners_cache=sum(self._cache_of_partner(made, role) for role in call.partners))
+
+    def _cache_of_partner(self, call: CallMemory, role: str) -> int:
+        """Return the bytes of keys and values of a model that answers a call's environments; none of it waits."""
+        engine = replace(self.settings.engine, has_environment=False, draft=None)
+        cache = replace(call, role=self.roles[role], settings=replace(self.settings, engine=engine)).cache
+        return 0 if cache is None else cache.final_bytes

@@ -34,7 +34,7 @@ class OffloadSchedule:
     def needed(self, call: str) -> frozenset[str]:
         """Return the parts that a call needs, also where this rank only sends its weights."""
         chosen = self.dataflow.call(call)
-        wanted = {self.sharers.get(str(chosen.role), str(chosen.role))}
+        wanted = {self.sharers.get(str(chosen.role), str(chosen.role)), *chosen.further_roles}
         if chosen.kind == "train":
             wanted.add(f"{chosen.role}{OPTIMIZER_SUFFIX}")
             wanted.update(role for role, trained in self.average_of.items() if trained == chosen.role)

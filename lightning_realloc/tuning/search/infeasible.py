@@ -81,6 +81,8 @@ def _least_peak(problem: Problem, num_nodes: int) -> int | None:
     try:
         for role in problem.dataflow.roles:
             calls = [call for call in problem.calls if call.role == role]
+            if not calls:  # a further model of another role's call
+                continue
             # Degrees that generation allows, all kinds of calls allow.
             strictest = next((call for call in calls if call.kind == "generate"), calls[0])
             least: tuple[int, int] | None = None

@@ -350,7 +350,7 @@ class LocalSearch:
         """Return the fastest option on this many ranks, and some that are slower but need less memory."""
         if (i, size) not in self._short:
             options = self._problem.tables[i][size]
-            front = undominated(options, lambda one: (one.seconds, one.active_bytes + one.resident_bytes))
+            front = undominated(options, lambda one: (one.seconds, one.active_bytes + one.kept_bytes))
             last, count = len(front) - 1, min(SHORTLIST_OPTIONS, len(front))
             # Denser at the fast end, since memory rarely requires the slowest option.
             picked = sorted({round(last * (at / max(1, count - 1)) ** 2) for at in range(count)})

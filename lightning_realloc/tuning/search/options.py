@@ -37,6 +37,8 @@ class SearchedCall:
     """Whether an iteration changes the role's weights."""
     siblings: tuple[int, ...]
     """Numbers of the calls with the same owner, this one included."""
+    further_roles: tuple[str, ...] = ()
+    """Roles of further models that the call uses, which lie in its layout."""
 
     @property
     def is_home(self) -> bool:
@@ -71,6 +73,7 @@ def searched_calls(estimator: Estimator) -> tuple[SearchedCall, ...]:
             is_timed=call in dataflow.iteration_calls,
             is_trained=call.role in dataflow.trained_roles,
             siblings=tuple(other for other, its_owner in enumerate(owners) if its_owner == owner),
+            further_roles=call.further_roles,
         )
         for number, (call, owner) in enumerate(zip(calls, owners, strict=True))
     )
@@ -90,6 +93,13 @@ class Option(NamedTuple):
     """Bytes that stay between calls: of the role's home for its home call, otherwise of a replica."""
     is_copied: bool
     """Whether the call reads a replica of its own even in the layout of its home."""
+    further_bytes: int = 0
+    """Bytes that further models of the call keep between calls."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that stay between calls, of all models."""
+        return self.resident_bytes + self.further_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +144,10 @@ class Pricing:
             ranks = tuple(range(size))
             layouts: dict[ParallelDims, Layout] = {}
             for table, call in zip(tables, calls, strict=True):
-                dims = legal_dims(self.models[call.role], call.kind, size, cluster)
+                dims, *others = (
+                    legal_dims(self.models[role], call.kind, size, cluster) for role in (call.role, *call.further_roles)
+                )
+                dims = tuple(one for one in dims if all(one in other for other in others))
                 found = [
                     option for one in dims for option in self._priced(call, layouts.setdefault(one, Layout(one, ranks)))
                 ]
@@ -149,7 +162,8 @@ class Pricing:
         layout is therefore in no best plan.
         """
         resident = self.estimator.resident_bytes(call.role, layout, is_home=call.is_home)
-        kept = resident if call.is_home else 0
+        further = sum(self.estimator.resident_bytes(role, layout, is_home=True) for role in call.further_roles)
+        kept = (resident if call.is_home else 0) + further
         if kept > self.memory_budget:
             return []
         is_copied = call.kind == "generate" and self.estimator.generates_in_copy(call.owner, layout)
@@ -160,7 +174,7 @@ class Pricing:
                 continue
             seconds = self.estimator.call_seconds(call.name, plan).total if call.is_timed else 0.0
             if math.isfinite(seconds):
-                found.append(Option(layout.dims, plan, seconds, active, resident, is_copied))
+                found.append(Option(layout.dims, plan, seconds, active, resident, is_copied, further))
         return undominated(found, lambda option: (option.seconds, option.active_bytes))
 
 

@@ -229,6 +229,7 @@ class PlanPricer:
             role, layout = prices.owner(str(call.role)), plan.layout(call.name)
             home = plan.layout(flow.home_call(role).name)
             replicas.add((role, home, True))
+            replicas.update((other, layout, True) for other in call.further_roles)
             if layout != home or (call.kind == "generate" and prices.generates_in_copy(role, layout)):
                 replicas.add((role, layout, False))
         sizes = [

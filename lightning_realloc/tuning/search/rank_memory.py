@@ -60,7 +60,8 @@ def _resident_bytes(calls: Sequence[SearchedCall], state: State) -> list[int]:
             resident.append(chosen.option.resident_bytes if is_copied and place not in copies else 0)
             if is_copied:
                 copies.add(place)
-    return resident
+    further = (0 if chosen is None else chosen.option.further_bytes for chosen in state)
+    return [own + more for own, more in zip(resident, further, strict=True)]
 
 
 def _peak_with_offload(

@@ -322,3 +322,22 @@ def test_a_config_without_the_sizes_of_a_decoder_is_refused() -> None:
     config.get_text_config = lambda: config
     with pytest.raises(PlanError, match="has no hidden_size"):
         ModelShape.from_config(config, SPEC)
+
+
+def test_a_partner_lies_in_the_layout_of_the_call_that_asks_it() -> None:
+    calls = [replace(call, partners=("actor", "seller")) if call.kind == "generate" else call for call in FLOW.calls]
+    roles = {**ROLES, "seller": ROLES["reference"]}
+    chosen, settings = plan("tp2@0-1", "dp2@2-3", "fsdp2@2-3"), MemorySettings()
+    plain, asking = (
+        forecast_memory(flow, chosen, roles, settings, LOAD, ranks=range(4)) for flow in (FLOW, Dataflow(tuple(calls)))
+    )
+    more = asking.at("actor.generate", 0)
+    # Half of the blocks and the whole embedding, 4 bytes each.
+    assert more.weights - plain.at("actor.generate", 0).weights == 4 * 2500
+    # Both models answer: each has as many keys and values as the actor.
+    assert more.kv_cache == 3 * plain.at("actor.generate", 0).kv_cache > 0
+    assert asking.at("actor.train", 2) == plain.at("actor.train", 2)  # ranks without the call
+    offloaded = forecast_memory(
+        Dataflow(tuple(calls)), replace(chosen, offload=("seller",)), roles, settings, LOAD, ranks=range(4)
+    )
+    assert offloaded.at("actor.generate", 0) == more

@@ -27,6 +27,8 @@ from tests.matrices import crossed
 from tests.tuning.search.test_heuristic import PPO_FLOW
 
 GRPO_FLOW = Dataflow((GENERATE, SCORE, JUDGE, TRAIN))
+ASKING = Dataflow((replace(GENERATE, partners=("actor", "seller")), SCORE, JUDGE, TRAIN))
+"""A dataflow with a model that environments of the generating call talk to."""
 TWO_COPIES = Dataflow(
     (
         GENERATE,
@@ -75,7 +77,7 @@ def best_of_all(estimator: Estimator, budget: int, generation_chunks: int = 1) -
 
 @settings(deadline=None, max_examples=20, derandomize=True)
 @given(
-    st.sampled_from([GRPO_FLOW, TWO_COPIES, TWO_TRAINED]),
+    st.sampled_from([GRPO_FLOW, ASKING, TWO_COPIES, TWO_TRAINED]),
     st.sampled_from([(1, 2), (2, 1)]),
     st.integers(0, 10_000),
     st.sampled_from([3500, 5000, 7000, 10**6]),
@@ -156,7 +158,7 @@ def peaks(estimator: Estimator, plan: ExecutionPlan) -> list[int]:
         for role in {estimator.owner(role) for role in flow.roles}:
             home = plan.layout(flow.home_call(role).name)
             calls = [one for one in flow.model_calls if estimator.owner(str(one.role)) == role]
-            layouts = {plan.layout(one.name) for one in calls}
+            layouts = {plan.layout(one.name) for one in calls} | {home}
             resident += sum(
                 estimator.resident_bytes(role, layout, is_home=layout == home) for layout in layouts if rank in layout
             )
@@ -166,6 +168,22 @@ def peaks(estimator: Estimator, plan: ExecutionPlan) -> list[int]:
         active = [estimator.active_bytes(name, one) for name, one in plan.calls if rank in one.layout]
         most.append(resident + max(active) if active else 0)  # a rank without calls counts as empty
     return most
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_partner_counts_on_the_ranks_of_the_call_that_asks_it(seed: int) -> None:
+    estimator = RandomEstimator(dataflow=ASKING, cluster=cluster(1, 2), seed=seed)
+    problem = Problem(
+        {role: MODEL for role in ASKING.roles},
+        estimator,
+        options=FEW,
+        overlap="iterations",
+        memory_budget=1,
+        is_late=lambda: False,
+    )
+    for state, offload in itertools.islice(every_state(problem), 0, None, 53):
+        if not offload:
+            assert problem.score(state).excess_bytes == max(peaks(estimator, problem.execution_plan(state))) - 1
 
 
 @pytest.mark.parametrize("budget", [5500, 7000, 10**6])
