@@ -99,8 +99,9 @@ class OnPolicyDistillation(PolicyModule):
 
     # ---- models and calls
     def roles(self) -> tuple[Role, ...]:
-        """Return the student and the teacher."""
-        return self.make_role("actor", trained=True), self.make_role("teacher", trained=False)
+        """Return the student, the teacher, and models that environments talk to."""
+        models = self.make_role("actor", trained=True), self.make_role("teacher", trained=False)
+        return (*models, *self.partner_roles())
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
         """Return the calls without the reference, with the teacher's call for the divergence."""
@@ -116,7 +117,7 @@ class OnPolicyDistillation(PolicyModule):
     def configure_model(self) -> None:
         """Build the models after a check of their vocabularies; store the teacher's head if needed."""
         if not self.models():
-            actor, teacher = self.roles()
+            actor, teacher = self.roles()[:2]
             named = isinstance(actor.source, str | Path)  # modules without a tokenizer are compared by size
             tokenizer = self.tokenizer if named else self._tokenizer
             require_same_vocabulary(teacher, actor, tokenizer, way_out="give a teacher of the actor's family")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_realloc.environments.message_environment import Message as Message
     from lightning_realloc.environments.message_environment import MessageEnvironment as MessageEnvironment
     from lightning_realloc.environments.message_environment import StepResult as StepResult
+    from lightning_realloc.environments.partner import Partner as Partner
     from lightning_realloc.environments.tool_environment import ToolEnvironment as ToolEnvironment
     from lightning_realloc.environments.tools.tool import Tool as Tool
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ from lightning_realloc.environments.message_environment import (
     checked_result,
     checked_reward,
 )
+from lightning_realloc.environments.partner import PartnerSettings, Replies, partners_of
 from lightning_realloc.environments.tool_environment import only_calls_tools, plain_environment
 from lightning_realloc.environments.trl_environment import TrlEnvironment
 from lightning_realloc.environments.turns.chat_turns import ChatTurns
@@ -30,7 +29,7 @@ from lightning_realloc.environments.turns.turn_parser import TurnParser
 from lightning_realloc.errors import ConfigError, GenerationError, RewardError, describe_error
 from lightning_realloc.generation import Conversation
 from lightning_realloc.generation.core.sample import FinishReason
-from lightning_realloc.generation.loop.asking import call
+from lightning_realloc.generation.loop.asking import call, stopwatch, time_limit
 
 _log = logging.getLogger(__name__)
 MAX_MESSAGE_CHARACTERS = 1_000_000
@@ -49,6 +48,8 @@ class EpisodeOptions:
     """Settings of the chat template, which a row's column ``chat_template_kwargs`` overrides."""
     parser: TurnParser
     bounds: Conversation
+    partners: PartnerSettings | None = None
+    """Models that environments may talk to; None: none."""
 
     def chat(self, row: Mapping[str, Any]) -> tuple[ChatTurns, Sequence[Mapping[str, Any]]]:
         """Return the chat of a row, and the schemas in its column ``tools``."""
@@ -90,6 +91,8 @@ class Episode:
     options: EpisodeOptions
     row: Mapping[str, Any]
     """The data's columns, with ``prompt`` as messages."""
+    replies: Replies
+    """Replies of the environment's partners."""
     prompt: Sequence[Message] = ()
     """Messages before the model's first turn."""
     tools: Sequence[Mapping[str, Any]] = ()
@@ -136,8 +139,7 @@ class Episode:
     @property
     def shown(self) -> object:
         """The environment as reward functions get it: the user's object; None if its state is lost."""
-        own = None if self._environment is None else plain_environment(self._environment)
-        return own.wrapped if isinstance(own, TrlEnvironment) else own
+        return _given_object(self._environment)
 
     @property
     def is_done(self) -> bool:
@@ -212,7 +214,7 @@ class Episode:
         own, environment = None, self._environment
         if environment is not None:
             try:
-                own = await self._retried(lambda: call(environment.get_reward), "get_reward")
+                own = await self._retried(lambda: self._asked_for_reward(environment), "get_reward")
             except Exception as error:
                 self.failure = _failure("get_reward", error)
         self.reward = checked_reward(own, f"{type(self.shown).__name__}.get_reward()")
@@ -234,11 +236,11 @@ class Episode:
 
     # ---- playing
     async def _played(self, tokens: TurnTokens, *, is_last: bool) -> PlayedTurn:
-        begin = time.monotonic()
+        elapsed_s = stopwatch()
         message = self._message(tokens)
-        result = await self._bounded_step(message, begin, is_last=is_last)
+        result = await self._bounded_step(message, elapsed_s, is_last=is_last)
         _check_size(result.messages, f"{type(self.shown).__name__}.step")
-        seconds = time.monotonic() - begin
+        seconds = elapsed_s()
         if result.done or is_last:
             return PlayedTurn(message, result, None, seconds)
         answer_ids = self.chat.answer_ids(tokens.own, message, result.messages, self.tools)
@@ -261,15 +263,15 @@ class Episode:
             tools=self.tools,
         )
 
-    async def _bounded_step(self, message: Message, begin: float, *, is_last: bool) -> StepResult:
+    async def _bounded_step(self, message: Message, elapsed_s: Callable[[], float], *, is_last: bool) -> StepResult:
         """Return the environment's result within the deadline of the episode."""
         deadline_s = self.options.bounds.episode_deadline_s
         left_s = deadline_s - self._lost_s - sum(self.seconds)
         try:
-            step = self._step(message, is_last=is_last)
-            return await asyncio.wait_for(step, None if left_s == math.inf else max(left_s, 0.0))
+            async with time_limit(max(left_s, 0.0)):
+                return await self._step(message, is_last=is_last)
         except BaseException as error:
-            self._lost_s += time.monotonic() - begin
+            self._lost_s += elapsed_s()
             if isinstance(error, TimeoutError) and self._lost_s + sum(self.seconds) >= deadline_s:
                 raise GenerationError(
                     f"the environment took longer than episode_deadline_s={deadline_s} for all answers of the episode; "
@@ -285,6 +287,7 @@ class Episode:
         # Until it has answered: a failed or abandoned call leaves it in an unknown state.
         self._environment = None
         self._lost.append(environment)
+        self._begin_turn(environment, len(self.turns) + 1)
         result = checked_result(await call(environment.step, message), environment)
         self._environment = self._lost.pop()
         return result
@@ -294,6 +297,7 @@ class Episode:
         if self._environment is None:
             environment = await call(self.options.factory.make, self.row)
             self._lost.append(environment)  # until it is in the state of the last turn
+            self._begin_turn(environment, 0)
             begun = checked_conversation(await call(environment.reset, self.row), environment)
             if begun is None and self.row["prompt"] == EMPTY_PROMPT:
                 raise ConfigError(
@@ -304,11 +308,25 @@ class Episode:
             self.prompt = self.row["prompt"] if begun is None else begun
             self.tools = [tool.schema for tool in environment.tools] or self.tools
             self.changes_prompt = begun is not None or bool(environment.tools)
-            for turn in self.turns:
+            for number, turn in enumerate(self.turns, start=1):
+                self._begin_turn(environment, number)
                 await call(environment.step, turn.message)
             self._lost.remove(environment)
             self._environment = environment
         return self._environment
+
+    async def _asked_for_reward(self, environment: MessageEnvironment) -> Any:
+        self._begin_turn(environment, len(self.turns) + 1)
+        return await call(environment.get_reward)
+
+    def _begin_turn(self, environment: MessageEnvironment, number: int) -> None:
+        """Give a new environment its partners; let them count the questions of a turn."""
+        if self.options.partners is None:
+            return
+        own: Any = _given_object(environment)
+        if number == 0:
+            own.partners = partners_of(self.options.partners, self.chat, self.replies)
+        own.partners.begin_turn(number)
 
     async def _retried(self, act: Callable[[], Awaitable[Any]], method: str) -> Any:
         """Return the result of an act within the deadline; after a failure it is tried again, as often as allowed."""
@@ -324,7 +342,7 @@ class Episode:
     async def _in_time(self, act: Callable[[], Awaitable[Any]], method: str) -> Any:
         deadline_s = self.options.bounds.deadline_s
         try:
-            async with asyncio.timeout(deadline_s if math.isfinite(deadline_s) else None) as deadline:
+            async with time_limit(deadline_s) as deadline:
                 return await act()
         except TimeoutError:
             if not deadline.expired():  # the environment's own
@@ -333,6 +351,12 @@ class Episode:
                 f"the environment's {method} did not return within deadline_s={deadline_s}; bound its own time, or "
                 f"raise Conversation(deadline_s=...)"
             ) from None
+
+
+def _given_object(environment: MessageEnvironment | None) -> object:
+    """Return the user's object in an environment; None for None."""
+    own = None if environment is None else plain_environment(environment)
+    return own.wrapped if isinstance(own, TrlEnvironment) else own
 
 
 def _failure(method: str, error: Exception) -> str:

@@ -30,9 +30,11 @@ from lightning_realloc.environments.columns import (
     TURN_REWARDS,
 )
 from lightning_realloc.environments.episode import Episode, EpisodeOptions, TurnTokens
+from lightning_realloc.environments.partner import Replies
 from lightning_realloc.errors import ConfigError, DataError
 from lightning_realloc.generation import Completion, Turn
 from lightning_realloc.generation.loop.environment import EVENT_LOOP
+from lightning_realloc.generation.partners import PartnerQueue
 from lightning_realloc.rewards.failure_rule import Failed
 from lightning_realloc.rewards.functions import RewardFunctions
 
@@ -45,6 +47,11 @@ class Episodes:
     _episodes: dict[int, Episode] = field(default_factory=dict)
     _broken: ConfigError | None = None
     """Error of an environment that breaks its contract, which ends the run."""
+
+    @property
+    def partner_queue(self) -> PartnerQueue | None:
+        """Questions to models that environments talk to; None: there are no such models."""
+        return None if self.options.partners is None else self.options.partners.queue
 
     def begin(self, samples: Samples, *, max_prompt_tokens: int | None = None) -> list[ModelInput]:
         """Reset one environment per sample, all at the same time, and return the prompts to generate from.
@@ -122,7 +129,8 @@ class Episodes:
     def _episode(self, samples: Samples, place: int) -> Episode:
         row = {name: column[place] for name, column in samples.data.items()}
         row["prompt"] = as_message(row["prompt"], True)
-        made = self._episodes[int(samples.ids[place])] = Episode(self.options, row)
+        sample_id = int(samples.ids[place])
+        made = self._episodes[sample_id] = Episode(self.options, row, Replies(sample_id))
         return made
 
     def _prompt(self, sample_id: int, episode: Episode, own: ModelInput, most: int | None) -> ModelInput:

@@ -13,6 +13,7 @@ import numpy as np
 
 from lightning_realloc.data.chat import Message as Message
 from lightning_realloc.data.chat import is_conversation, plain_messages
+from lightning_realloc.environments.partner import Partner, Partners
 from lightning_realloc.environments.tools.tool import Tool
 from lightning_realloc.errors import ConfigError, DataError, RewardError
 from lightning_realloc.rewards.invoke import MAX_REWARD, finite_number
@@ -72,6 +73,8 @@ class MessageEnvironment:
         'Wrong, guess again.'
     """
 
+    partners: Mapping[str, Partner] = Partners()
+    """Models that it may talk to, by the names of the algorithm's setting ``partners``; set before `reset`."""
     metric_names: Sequence[str] = ()
     """Names among the metrics of steps that are logged as ``environment/<name>``: means over the episodes with one."""
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from numbers import Integral
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import torch
@@ -81,6 +82,8 @@ class Engine(ABC):
     """Capabilities of the engine, which options may need."""
     partial_results: PartialResults | None = None
     """Sends finished responses in chunks while a call runs; None: nothing is sent."""
+    partners: Mapping[str, Engine] = MappingProxyType({})
+    """Engines of the models that environments may ask during a call, by role."""
     _followed: list[Sample] | None = None
     """Samples of all generations inside `sharing`, without those of other ranks; None outside."""
 
@@ -148,6 +151,17 @@ class Engine(ABC):
         """
         check_kind("version", version, Integral, "a whole number", optional=True)
         self._version = self._version + 1 if version is None else version
+
+    @contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Enclose what another engine generates between two steps of a call, also from the same model."""
+        was_idle = self.waits.is_idle
+        self.waits.end_idle(time.monotonic())
+        try:
+            yield
+        finally:
+            if was_idle:
+                self.waits.begin_idle(time.monotonic())
 
     @abstractmethod
     def release(self) -> None:

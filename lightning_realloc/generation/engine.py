@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Real
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ from lightning_realloc.generation.engine_parts import (
     check_parts,
     num_kept_slots,
 )
-from lightning_realloc.generation.forward.attention import check_idle, slot_attention
+from lightning_realloc.generation.forward.attention import attention_given_back, check_idle, slot_attention
 from lightning_realloc.generation.forward.batch_invariant import BatchInvariantRunner, check_invariant
 from lightning_realloc.generation.forward.packed_linear import packed_linears
 from lightning_realloc.generation.forward.runner import ModelRunner
@@ -169,6 +169,12 @@ class GenerationEngine(Engine):
     def migration_stats(self) -> MigrationStats | None:
         """Samples that moved from and to this rank in the last call, and their cost; None without peers."""
         return None if self._rebalancer is None else self._rebalancer.stats
+
+    @contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Enclose what another engine generates between two steps of a call, also from the same model."""
+        with super().interrupted(), attention_given_back(self._model):
+            yield
 
     def release(self) -> None:
         """Free the storage of cache and CUDA graphs; the next call allocates it again."""

@@ -30,6 +30,7 @@ from lightning_realloc.algorithms import (
 )
 from lightning_realloc.algorithms.base.adapters import AdapterSource
 from lightning_realloc.algorithms.base.module import MultiModelModule
+from lightning_realloc.algorithms.rollout.partner_roles import has_own_model
 from lightning_realloc.algorithms.rollout.reward_sources import is_further
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.errors import PlanError
@@ -345,7 +346,9 @@ def _sources(flags: Any) -> dict[str, str]:
     """Return every role's model; a flag for a single role enables the defaults of the others."""
     named = {role: flags[role] for role in ROLES if flags[role] is not None}
     sources = {**_parse_models(flags.model, named), **named}
-    everything = ALGORITHMS[flags.algorithm].dataflow_of((*ROLES, *_further_rewards(sources)))
+    everything = ALGORITHMS[flags.algorithm].dataflow_of(
+        (*ROLES, *_further_rewards(sources), *filter(has_own_model, sources))
+    )
     for role in sources:
         if role not in everything.roles:
             raise PlanError(f"{flags.algorithm} has no role {role!r}; it has {', '.join(everything.roles)}")

@@ -191,7 +191,8 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
         if cls.__module__.startswith("lightning_realloc."):  # other classes may have roles without declared calls
             adapted = settings.get("peft_config")
             calls = cls.calls_for([str(name) for name in roles_with_adapters(adapted)])
-            refuse_unknown_roles(adapted, list(dict.fromkeys(call.role for call in calls if call.role is not None)))
+            known = (role for call in calls if call.role is not None for role in (call.role, *call.further_roles))
+            refuse_unknown_roles(adapted, list(dict.fromkeys(known)))
 
     @property
     def seed(self) -> int:
@@ -270,6 +271,10 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
     def models(self) -> dict[str, nn.Module]:
         """Return role name -> model, for the models that are built."""
         return {role.name: getattr(self, role.name) for role in self.roles() if hasattr(self, role.name)}
+
+    def tokenizer_of(self, role: str) -> PreTrainedTokenizerBase:
+        """Return the tokenizer of a role that generates: the algorithm's, unless a partner has its own."""
+        return self.tokenizer
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -5,23 +5,29 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from types import MappingProxyType
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.base.rollout_columns import Dialogue, RowEnvironment
 from lightning_realloc.algorithms.rollout.environments import EnvironmentSource, import_environment, make_environment
+from lightning_realloc.algorithms.rollout.partner_roles import ACTOR, Speaker
 from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.environments.environment_factory import EnvironmentFactory, is_message_source
 from lightning_realloc.environments.episode import EpisodeOptions
 from lightning_realloc.environments.episodes import Episodes
+from lightning_realloc.environments.partner import PartnerSettings, Voice
+from lightning_realloc.environments.turns.chat_turns import ChatTurns
 from lightning_realloc.environments.turns.turn_parser import Parser, TurnParser
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Completion, Conversation, Engine, Environment, SamplingParams
+from lightning_realloc.generation.partners import PartnerQueue
 from lightning_realloc.rewards.functions import RewardFunctions
 
+T = TypeVar("T")
 ToolSource: TypeAlias = str | Callable[..., Any]
 """A function with annotations and a docstring that the model may call, or its import path."""
 
@@ -38,6 +44,12 @@ class EpisodeDialogue(Dialogue):
     keeps_unfinished: bool = False
     """Whether episodes of unfinished responses stay for the next call."""
 
+    def _on_first_rank(self, make: Callable[[], T]) -> T:
+        """Return the result of what waits for environments, from the first rank of a tensor-parallel group."""
+        queue = self.environment.partner_queue
+        with self.engine.idle():
+            return self.engine.on_first_rank(make) if queue is None else queue.run(make)
+
     @property
     def settings(self) -> dict[str, Any]:
         """Arguments for an engine. The environment also sees the last turn, which it may reward, and ends there."""
@@ -49,8 +61,7 @@ class EpisodeDialogue(Dialogue):
     ) -> tuple[Sequence[ModelInput], SamplingParams]:
         """Return the prompts that the environments give: one per sample, unless those of a row are alike."""
         most, n = self.engine.max_prompt_tokens, sampling.n
-        with self.engine.idle():
-            inputs = self.engine.on_first_rank(lambda: self.environment.begin(samples, max_prompt_tokens=most))
+        inputs = self._on_first_rank(lambda: self.environment.begin(samples, max_prompt_tokens=most))
         keys = [each.prompt_key for each in inputs]
         if all(keys[place] == keys[place - place % n] for place in range(len(keys))):
             return inputs[::n], sampling
@@ -58,18 +69,18 @@ class EpisodeDialogue(Dialogue):
 
     def resume(self, samples: Samples, completions: Sequence[Completion]) -> None:
         """Bring environments to the state of unfinished responses."""
-        with self.engine.idle():
-            self.engine.on_first_rank(lambda: self.environment.resume(samples, completions))
+        self._on_first_rank(lambda: self.environment.resume(samples, completions))
 
     def finish(self, completions: Sequence[Completion]) -> tuple[Sequence[Completion], Mapping[str, Column]]:
         """Return the final completions, with their prompts, rewards and conversations."""
-        with self.engine.idle():
-            settled, columns = self.engine.on_first_rank(lambda: self.environment.finish(completions, self.functions))
+        settled, columns = self._on_first_rank(lambda: self.environment.finish(completions, self.functions))
         prompts = Ragged.from_list([completion.prompt for completion in settled], dtype=torch.int64)
         return settled, {**super().finish(settled)[1], "prompt_ids": prompts, **columns}
 
     def close(self) -> None:
         """Close the environments of responses that no later call continues."""
+        if self.environment.partner_queue is not None:
+            self.environment.partner_queue.close()
         if not self.keeps_unfinished:
             self.environment.close()
 
@@ -91,7 +102,11 @@ class Dialogues(ABC):
 
     @abstractmethod
     def prepare(
-        self, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Collection[int], template: Mapping[str, Any]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_token_ids: Collection[int],
+        template: Mapping[str, Any],
+        speakers: Mapping[str, Speaker],
     ) -> None:
         """Check, once the actor is there, that the environment can be used.
 
@@ -99,6 +114,7 @@ class Dialogues(ABC):
             tokenizer: The actor's.
             stop_token_ids: Tokens that end a turn of the actor.
             template: Settings of the chat template.
+            speakers: Role -> tokenizer and ends of turns, of models of their own that environments talk to.
 
         Raises:
             ConfigError: if it cannot be used.
@@ -108,13 +124,13 @@ class Dialogues(ABC):
         """Raise ConfigError for columns of the data that the environment cannot use."""
 
     @abstractmethod
-    def make(self, engine: Engine, prompts: Samples, num_responses: int, *, continues: bool) -> Dialogue:
+    def make(self, engine: Engine, prompts: Samples, sampling: SamplingParams, *, continues: bool) -> Dialogue:
         """Return the dialogue of one call.
 
         Args:
             engine: Engine of the call.
             prompts: Prompts of the call.
-            num_responses: Responses per prompt.
+            sampling: Sampling of ``n`` responses per prompt.
             continues: Whether unfinished responses continue in a later call.
         """
 
@@ -134,36 +150,58 @@ class TokenDialogues(Dialogues):
         self._environment: Environment | None = None
 
     def prepare(
-        self, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Collection[int], template: Mapping[str, Any]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_token_ids: Collection[int],
+        template: Mapping[str, Any],
+        speakers: Mapping[str, Speaker],
     ) -> None:
         self._tokenizer = tokenizer
 
-    def make(self, engine: Engine, prompts: Samples, num_responses: int, *, continues: bool) -> Dialogue:
+    def make(self, engine: Engine, prompts: Samples, sampling: SamplingParams, *, continues: bool) -> Dialogue:
         if self._environment is None:  # on ranks that generate alone
             assert self._tokenizer is not None, "the models are there before they generate"
             self._environment = make_environment(self._found, self._tokenizer)
-        return Dialogue(RowEnvironment(self._environment, prompts, num_responses), self.bounds)
+        return Dialogue(RowEnvironment(self._environment, prompts, sampling.n), self.bounds)
 
 
 class EpisodeDialogues(Dialogues):
     """An environment of messages for each sample."""
 
-    def __init__(self, factory: EnvironmentFactory, parser: Parser | None, bounds: Conversation) -> None:
+    def __init__(
+        self,
+        factory: EnvironmentFactory,
+        parser: Parser | None,
+        bounds: Conversation,
+        partners: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         super().__init__(bounds)
         self.factory = factory
+        self._partners = partners
         self.gives_rewards, self.writes_prompts = factory.gives_rewards, factory.writes_prompts
         self._parser = parser
         self._options: EpisodeOptions | None = None
         self.functions: RewardFunctions | None = None
         """The algorithm's reward functions, of which some may read environments."""
+        self._queue: PartnerQueue | None = None
+        """Questions to models that environments talk to."""
         self._continued: Episodes | None = None
         """Episodes of unfinished responses, and those that continue them."""
 
     def prepare(
-        self, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Collection[int], template: Mapping[str, Any]
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_token_ids: Collection[int],
+        template: Mapping[str, Any],
+        speakers: Mapping[str, Speaker],
     ) -> None:
         parser = TurnParser(tokenizer, self._parser)
-        options = EpisodeOptions(self.factory, tokenizer, frozenset(stop_token_ids), template, parser, self.bounds)
+        stops = frozenset(stop_token_ids)
+        own = {ACTOR: Voice(ACTOR, parser, stops), **{role: _voice(role, one) for role, one in speakers.items()}}
+        voices = {name: own[role] for name, role in self._partners.items()}
+        self._queue = self._queue or PartnerQueue()  # one for episodes that go on, too
+        partners = PartnerSettings(voices, self._queue) if voices else None
+        options = EpisodeOptions(self.factory, tokenizer, stops, template, parser, self.bounds, partners)
         schemas = [tool.schema for tool in self.factory.tools]
         chat, _ = options.chat({})
         chat.check(schemas)
@@ -179,16 +217,34 @@ class EpisodeDialogues(Dialogues):
         assert self._options is not None, "the environment is prepared with the models"
         return self._options.parser
 
-    def make(self, engine: Engine, prompts: Samples, num_responses: int, *, continues: bool) -> Dialogue:
+    def make(self, engine: Engine, prompts: Samples, sampling: SamplingParams, *, continues: bool) -> Dialogue:
         assert self._options is not None, "the environment is prepared with the models"
+        if self._options.partners is not None:
+            self._options.partners.queue.open(engine, sampling)
         if not continues:
             return EpisodeDialogue(Episodes(self._options), self.bounds, engine, self.functions)
         self._continued = self._continued or Episodes(self._options)
         return EpisodeDialogue(self._continued, self.bounds, engine, self.functions, keeps_unfinished=True)
 
     def close(self) -> None:
+        if self._options is not None and self._options.partners is not None:
+            self._options.partners.queue.close()
         if self._continued is not None:
             self._continued.close()
+
+
+def _voice(role: str, speaker: Speaker) -> Voice:
+    """Return how a model of its own is talked to.
+
+    Raises:
+        ConfigError: for a tokenizer without a chat template.
+    """
+    chat = ChatTurns(speaker.tokenizer, stop_token_ids=speaker.stop_token_ids)
+    try:
+        chat.check()
+    except ConfigError as error:
+        raise ConfigError(f"{role}: {error}") from error
+    return Voice(role, TurnParser(speaker.tokenizer), speaker.stop_token_ids, chat)
 
 
 def dialogues_of(
@@ -196,12 +252,18 @@ def dialogues_of(
     tools: Sequence[ToolSource],
     parser: Parser | None,
     conversation: Conversation | None,
+    partners: Mapping[str, str] = MappingProxyType({}),
 ) -> Dialogues | None:
     """Return the dialogues for an algorithm's settings; None without an environment.
 
     Raises:
         ConfigError: for settings that cannot be used together, or of which no environment can be made.
     """
+    if environment is None and partners:
+        raise ConfigError(
+            f"partners={list(partners)} are talked to by environments, and there is none; give environment= a class of "
+            f"MessageEnvironment"
+        )
     if environment is None and not tools:
         if conversation is not None:
             raise ConfigError(f"{conversation} bounds a conversation without environment; give environment= too")
@@ -210,8 +272,8 @@ def dialogues_of(
         return None
     bounds = conversation or Conversation()
     if environment is None or is_message_source(environment):
-        return EpisodeDialogues(EnvironmentFactory(environment, tools), parser, bounds)
-    for name, setting in (("tools", tools), ("parser", parser)):
+        return EpisodeDialogues(EnvironmentFactory(environment, tools), parser, bounds, partners)
+    for name, setting in (("tools", tools), ("parser", parser), ("partners", partners)):
         if setting:
             raise ConfigError(
                 f"{name}={setting!r} needs messages, and environment={environment!r} answers in tokens; give a class "

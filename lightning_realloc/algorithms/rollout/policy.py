@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.base.calls import generate, infer
+from lightning_realloc.algorithms.base.loaded_weights import ModelSource
 from lightning_realloc.algorithms.base.module import ModuleSettings, MultiModelModule
+from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.algorithms.base.rollout_columns import Dialogue, environment_failed, sample_responses
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, averaged_loss
 from lightning_realloc.algorithms.rollout.accuracy import Accuracy
 from lightning_realloc.algorithms.rollout.dialogues import EpisodeDialogues, ToolSource, dialogues_of
 from lightning_realloc.algorithms.rollout.environments import EnvironmentSource
 from lightning_realloc.algorithms.rollout.partial_rollouts import BudgetedRollout, PartialRollouts
+from lightning_realloc.algorithms.rollout.partner_roles import PartnerRoles, eos_tokens, has_own_model, with_partners
 from lightning_realloc.algorithms.rollout.response_parts import PartColumns, part_columns_of
 from lightning_realloc.algorithms.settings import Unpack, check_minibatches, check_type
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Divided, Samples
 from lightning_realloc.batch.training import Totals
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.environments.turns.turn_parser import PARTS, Parser, Part, TurnParser
 from lightning_realloc.errors import CheckpointError, ConfigError, DataError, GenerationError
 from lightning_realloc.generation import Conversation, Engine, SamplingParams
-from lightning_realloc.generation.core.model_config import eos_ids_of, penalties_of
+from lightning_realloc.generation.core.model_config import penalties_of
 from lightning_realloc.rewards.failure_rule import GIVE_UP_AFTER
 from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 
@@ -41,6 +46,7 @@ class PolicySettings(ModuleSettings, total=False):
     tools: Sequence[ToolSource]
     parser: Parser | None
     conversation: Conversation | None
+    partners: Mapping[str, ModelSource] | None
 
 
 class PolicyModule(MultiModelModule):
@@ -59,6 +65,8 @@ class PolicyModule(MultiModelModule):
         parser: How the actor writes calls: a format's name, a response template of transformers, or a function from
             the text of a turn to a message. None: as its chat template.
         conversation: Limits on the turns of a response and on the environment's time.
+        partners: Models that environments may talk to, by name: ``"actor"`` for the policy itself, or a frozen model
+            as a Hugging Face name or folder, a config, or a module, which becomes the role ``partner_<name>``.
         settings: Settings of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
     """
 
@@ -83,6 +91,7 @@ class PolicyModule(MultiModelModule):
         tools: Sequence[ToolSource] = (),
         parser: Parser | None = None,
         conversation: Conversation | None = None,
+        partners: Mapping[str, ModelSource] | None = None,
         **settings: Unpack[ModuleSettings],
     ) -> None:
         super().__init__(**settings)
@@ -92,7 +101,9 @@ class PolicyModule(MultiModelModule):
         self.evaluation_sampling = evaluation_sampling or replace(sampling, n=1, temperature=0.0)
         self.accuracy = accuracy
         self._check_accuracy()
-        self._dialogues = dialogues_of(environment, tools, parser, conversation)
+        self._partners = PartnerRoles(partners, self.sources)
+        self._partners.check(self.engine, self.generation_options)
+        self._dialogues = dialogues_of(environment, tools, parser, conversation, self._partners.by_name)
         self._parts: PartColumns | None = None
         """Adds the parts of responses, once the models are there; None if they are not asked for."""
         self._num_failed_rollouts = 0
@@ -106,11 +117,15 @@ class PolicyModule(MultiModelModule):
     def configure_model(self) -> None:
         """Build the models; warn about options of the actor's ``generation_config`` that rollouts ignore."""
         new = not self.models()
+        if new and self._partners.own_models:
+            actor = next(role for role in self.roles() if role.name == "actor")
+            self._partners.read_tokenizers(self.partner_roles(), actor, lambda: self.tokenizer)
         super().configure_model()
         if self._dialogues is not None:
             data = None if self._trainer is None else getattr(self.trainer, "datamodule", None)
             template = getattr(data, "chat_template_kwargs", {})
-            self._dialogues.prepare(self.tokenizer, self._stop_token_ids(), template)
+            speakers = self._partners.speakers(self.models(), lambda: self.tokenizer)
+            self._dialogues.prepare(self.tokenizer, self._stop_token_ids(), template, speakers)
             for table in getattr(data, "tables", {}).values():
                 self._dialogues.check_rows(table.data)
         self._parts = self._part_columns()
@@ -136,11 +151,18 @@ class PolicyModule(MultiModelModule):
         stops = self._stop_token_ids()
         return part_columns_of(tokenizer, parser, stop_token_ids=stops, learned=self.learned_parts, has_tools=has_tools)
 
-    def _stop_token_ids(self) -> set[int]:
+    def _stop_token_ids(self) -> frozenset[int]:
         """Return the tokens that end a turn of the actor."""
-        eos = self.tokenizer.eos_token_id
-        own = {eos} if isinstance(eos, int) else set()
-        return own | eos_ids_of(self.models()["actor"]) | set(self.sampling.stop_token_ids)
+        return eos_tokens(self.tokenizer, self.models()["actor"]) | set(self.sampling.stop_token_ids)
+
+    # ---- models that environments talk to
+    def partner_roles(self) -> tuple[Role, ...]:
+        """Return the roles of partners with models of their own, for :meth:`roles` of subclasses."""
+        return tuple(self.make_role(name, trained=False) for name in self._partners.own_models)
+
+    def tokenizer_of(self, role: str) -> PreTrainedTokenizerBase:
+        """Return the tokenizer of a role that generates."""
+        return self._partners.tokenizers.get(role) or self.tokenizer
 
     def _check_accuracy(self) -> None:
         if self.accuracy is None:
@@ -157,6 +179,15 @@ class PolicyModule(MultiModelModule):
     @property
     def has_environment(self) -> bool:
         return self._dialogues is not None
+
+    def calls(self) -> tuple[ModelFunctionCall, ...]:
+        """Return the calls, with the models that environments talk to."""
+        return with_partners(super().calls(), tuple(self._partners.by_name.values()))
+
+    @classmethod
+    def calls_for(cls, roles: Sequence[str]) -> tuple[ModelFunctionCall, ...]:
+        """Return the calls, with the partners among the roles."""
+        return with_partners(super().calls_for(roles), [role for role in roles if has_own_model(role)])
 
     @property
     def has_written_prompts(self) -> bool:
@@ -226,7 +257,7 @@ class PolicyModule(MultiModelModule):
         if self._dialogues is None:
             return None
         continues = self.training_now and self.generation_options.rollout_budget is not None
-        return self._dialogues.make(actor, prompts, sampling.n, continues=continues)
+        return self._dialogues.make(actor, prompts, sampling, continues=continues)
 
     def summarize_evaluation(self, samples: Samples) -> dict[str, Tensor]:
         """Return also the accuracy on held-out prompts."""

@@ -144,13 +144,13 @@ class RewardedModule(PolicyModule):
         return False
 
     def roles(self) -> tuple[Role, ...]:
-        """Return the actor, and the reference and reward models that are in use."""
+        """Return the actor, the reference and reward models that are in use, and models that environments talk to."""
         actor = self.make_role("actor", trained=True)
         reference = (self.reference_of(actor, self.sources.get("reference")),) if self.has_reference else ()
         scorers = (
             self.make_role(model.role, trained=False, task="sequence_classification") for model in self._judges.models
         )
-        return (actor, *reference, *scorers)
+        return (actor, *reference, *scorers, *self.partner_roles())
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
         """Return the calls, with those of further reward models."""

@@ -13,7 +13,7 @@ of its own."""
 
 Capability = Literal[
     "batch_invariant", "budget", "cache_bound", "captures", "drafts", "environment", "extra_inputs", "keeps_cache",
-    "moves", "same_logprobs", "sharded", "stream", "vllm",
+    "moves", "partners", "same_logprobs", "sharded", "stream", "vllm",
 ]  # fmt: skip
 
 _MEANINGS: Mapping[Capability, str] = {
@@ -26,6 +26,7 @@ _MEANINGS: Mapping[Capability, str] = {
     "extra_inputs": "passes further inputs to the model",
     "keeps_cache": "leaves its cache to us between calls",
     "moves": "hands samples over to other ranks",
+    "partners": "lets environments talk to models",
     "same_logprobs": "computes log-probabilities as training does",
     "sharded": "runs where all ranks gather a model's blocks together",
     "stream": "reports tokens while it generates",
@@ -34,7 +35,7 @@ _MEANINGS: Mapping[Capability, str] = {
 
 CAPABILITIES: Mapping[str, frozenset[Capability]] = {
     "native": frozenset(_MEANINGS) - {"vllm"},
-    "hf": frozenset({"environment", "same_logprobs"}),
+    "hf": frozenset({"environment", "partners", "same_logprobs"}),
     "vllm": frozenset({"cache_bound", "environment", "vllm"}),
 }
 """Engine -> its capabilities."""

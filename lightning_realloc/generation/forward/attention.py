@@ -159,6 +159,19 @@ def slot_attention(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+@contextmanager
+def attention_given_back(model: nn.Module) -> Iterator[None]:
+    """Let another engine generate from the model, between two steps of a call that does."""
+    config: Any = model.config
+    before = config._attn_implementation
+    try:
+        if before == IMPLEMENTATION:
+            config._attn_implementation = None  # until the other call sets its own: nothing else runs the model
+        yield
+    finally:
+        config._attn_implementation = before
+
+
 class StepArgument:
     """Wraps a step on its way through a model's forward: FSDP copies dataclasses, and casts their tensors."""
 

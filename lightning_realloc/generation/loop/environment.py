@@ -22,7 +22,7 @@ from lightning_realloc.errors import GenerationError, ReallocError, require_choi
 from lightning_realloc.generation.core.model_config import as_token_ids, check_vocabulary
 from lightning_realloc.generation.core.params import check_counts, check_kind
 from lightning_realloc.generation.core.sample import FinishReason, Sample
-from lightning_realloc.generation.loop.asking import call
+from lightning_realloc.generation.loop.asking import Pause, begin_pause, call
 from lightning_realloc.runtime.event_loop import EventLoop
 from lightning_realloc.runtime.messages.environment_waits import WaitMeter
 from lightning_realloc.runtime.messages.plain_data import decode_value, encode_value
@@ -61,7 +61,7 @@ class Environment(Protocol):
 
     A function runs in several threads at once, an ``async`` one in one event loop. All turns of a call's sample are
     asked about on the rank where it began. A turn that a budget cut off is asked about again, also while its first
-    question is open, and by another rank or a resumed run.
+    question is open, and by another rank or a resumed run. An attribute ``partner_queue`` holds questions to models.
     """
 
     def __call__(self, turn: Turn) -> Sequence[int] | Awaitable[Sequence[int] | None] | None:
@@ -130,9 +130,16 @@ class Question:
 
     number: int
     """Number of the turn."""
-    due: float = math.inf
-    """When the answer must be there; infinity until the environment is asked."""
+    pause: Pause
+    """Time in which the environment waits for models of the run."""
+    end: float = math.inf
+    """When the answer must be there, without pauses; infinity until the environment is asked."""
     future: Future[None] | None = None
+
+    @property
+    def due(self) -> float:
+        """When the answer must be there; infinity while the environment waits for a model."""
+        return math.inf if self.pause.is_open else self.end + self.pause.seconds
 
 
 def check_environment(environment: object, settings: object) -> None:
@@ -145,6 +152,14 @@ def check_environment(environment: object, settings: object) -> None:
             raise GenerationError(f"{settings} bounds a conversation without environment; give environment= too")
     elif isinstance(environment, type) or not callable(environment):
         raise GenerationError(f"{given} cannot be called with a Turn; give a function, or an object with __call__")
+
+
+class ModelQuestions(Protocol):
+    """Questions of an environment to models of the run; `PartnerQueue` is one, and documents the members."""
+
+    wake: Callable[[], None]
+
+    def answer(self) -> bool: ...
 
 
 class Conversations:
@@ -179,6 +194,9 @@ class Conversations:
         """Returns seconds, by which deadlines are counted."""
         self._agree, self._asks = agree, asks
         self._waits = waits or WaitMeter()
+        self._partners: ModelQuestions | None = getattr(environment, "partner_queue", None)
+        if self._partners is not None:
+            self._partners.wake = self._wake
         self._may_run = bound or asyncio.Semaphore(self._settings.max_concurrent)
         self._asked: dict[int, Question] = {}
         self._received: list[tuple[Question, Answer | None]] = []
@@ -217,7 +235,7 @@ class Conversations:
 
     def ask_about(self, index: int, turn: Turn) -> None:
         """Ask for the tokens after a turn; `answers` returns them under this index."""
-        question = self._asked[index] = Question(turn.number)
+        question = self._asked[index] = Question(turn.number, Pause(self.clock))
         self._waits.count(self.clock(), len(self._asked))
         if self._asks:
             self._begin(index, question, turn)
@@ -241,13 +259,20 @@ class Conversations:
     def wait(self, most_s: float) -> None:
         """Return once there is an answer, a deadline passes, or ``most_s`` seconds have passed.
 
-        Ranks that do not ask return at once, and wait for the first one in `answers`.
+        Questions to models of the run are answered instead. Ranks that do not ask return at once, and wait for the
+        first one in `answers`.
         """
+        if self._partners is not None and self._partners.answer():
+            return
         if not self._asks:
             return
         left = min((question.due for question in self._asked.values()), default=math.inf) - self.clock()
         with suppress(Empty):
             self._received.append(self._queue.get(timeout=max(0.0, min(left, most_s, threading.TIMEOUT_MAX))))
+
+    def _wake(self) -> None:
+        """End a wait for answers."""
+        self._queue.put((Question(0, Pause(self.clock)), None))
 
     def close(self) -> None:
         """Forget all open questions."""
@@ -281,7 +306,8 @@ class Conversations:
 
     async def _answer(self, index: int, question: Question, turn: Turn) -> None:
         async with self._may_run:
-            question.due = self.clock() + self._settings.deadline_s
+            begin_pause(question.pause)
+            question.end = self.clock() + self._settings.deadline_s
             self._queue.put((question, None))
             answer = await self._answer_of(index, turn)
             # The question of a late answer stays open until `answers` finds that its deadline has passed.

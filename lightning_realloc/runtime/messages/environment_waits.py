@@ -64,6 +64,11 @@ class WaitMeter:
         """Seconds of all waiting samples in each bin."""
         self._num_waiting, self._since = 0, 0.0
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether a span has begun in which nothing is generated."""
+        return self._idle_since is not None
+
     def count(self, now: float, num_waiting: int) -> None:
         """Record that this many samples wait from ``now`` on, in seconds of any clock."""
         if self._begin is None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Engine, HFEngine
-from lightning_realloc.generation.core.capabilities import CAPABILITIES
+from lightning_realloc.generation.core.capabilities import CAPABILITIES, require_capability
 from lightning_realloc.generation.loop.environment import Agree
 from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.lockstep import Lockstep
@@ -51,6 +51,11 @@ class ReplicaEngine:
         stats = self.engine.migration_stats
         return 0.0 if stats is None else stats.waited_s
 
+    def release(self) -> None:
+        """Free what the engine, and those of models that its environments talk to, keep between calls."""
+        for engine in (self.engine, *self.engine.partners.values()):
+            engine.release()
+
     def begin(self, data: IterationData, index: int) -> None:
         """Start call number ``index`` of an iteration."""
         newer = None if self.updates is None else self.updates.begin(data.iteration)
@@ -84,6 +89,31 @@ class EngineFactory(ABC):
         self, replica: Replica, peers: tuple[int, ...], max_slots: int, updates: WeightUpdates | None
     ) -> ReplicaEngine:
         """Return the engine of a replica that is checked."""
+
+    def build_partner(self, call: ModelFunctionCall, replica: Replica, role: str) -> Engine:
+        """Return the engine of a model that answers the environments of a call, which generates with ``replica``.
+
+        Raises:
+            GenerationError: for an engine or a layout in which environments cannot talk to models.
+        """
+        name = self._algorithm.engine
+        require_capability("partners", f"partners={list(call.partners)}", engine=name, error=GenerationError)
+        if replica.layout.is_sharded:
+            raise GenerationError(
+                f"{call.name} runs in the layout {replica.layout}, whose blocks are gathered by all ranks together, "
+                f"and environments of one rank talk to models when others do not; give it a layout with fsdp=1"
+            )
+        own = replica if role == call.role else self._context.pool.home(role)
+        if own.layout != replica.layout:
+            raise GenerationError(
+                f"{call.name} runs in the layout {replica.layout} in place of {own.layout}, where {role} is; "
+                f"leave reallocation on, or give {call.name} the layout of {call.role}'s home in the plan"
+            )
+        return self._build_plain(own, self._context.pool.plan.call(call.name).max_slots)
+
+    def _build_plain(self, replica: Replica, max_slots: int) -> Engine:
+        """Return an engine of a replica on this rank alone, or on its tensor-parallel group."""
+        raise NotImplementedError(f"{type(self).__name__} builds no engines of partners")
 
     def forget(self, engines: Iterable[ReplicaEngine]) -> None:  # noqa: B027 - most engines leave nothing
         """Keep the parts of a finished plan's engines that the next plan's engines need."""
@@ -134,14 +164,17 @@ class HFEngines(EngineFactory):
     def _build(
         self, replica: Replica, peers: tuple[int, ...], max_slots: int, updates: WeightUpdates | None
     ) -> ReplicaEngine:
+        engine = self._build_plain(replica, max_slots)
+        return ReplicaEngine(replica=replica, engine=engine, peers=peers, updates=updates)
+
+    def _build_plain(self, replica: Replica, max_slots: int) -> Engine:
         context = self._context
-        engine = HFEngine(
+        return HFEngine(
             replica.model,
-            tokenizer=self._algorithm.tokenizer,
+            tokenizer=self._algorithm.tokenizer_of(replica.role),
             max_slots=max_slots,
             agree=agreement(context.pool.meshes.tensor_group(replica.layout), context.device),
         )
-        return ReplicaEngine(replica=replica, engine=engine, peers=peers, updates=updates)
 
 
 def agreement(group: dist.ProcessGroup | None, device: torch.device) -> Agree | None:

@@ -60,6 +60,7 @@ class EnginePool:
         known = self._engines.get(id(replica.model))
         if known is None:
             known = self._engines[id(replica.model)] = self._factory.build(call, replica)
+            known.engine.partners = {role: self._factory.build_partner(call, replica, role) for role in call.partners}
         return known
 
     def send_history(self, generator: ReplicaEngine, run: int, index: int) -> None:
@@ -101,7 +102,7 @@ class EnginePool:
         """Free the caches and CUDA graphs that engines keep."""
         for generator in self._engines.values():
             if "keeps_cache" in generator.engine.capabilities:
-                generator.engine.release()
+                generator.release()
                 free_merged(generator.replica.model)
 
     def close(self) -> None:

@@ -65,7 +65,7 @@ class GenerateCalls:
             # A cache that has grown rounds logprobs differently, in the last bit, than that of a run resumed here, so
             # deterministic runs free it. Longer held-out samples must not leave a larger one to training.
             if not self._engines.keeps_caches or not self._context.algorithm.trainer.training:
-                engine.release()
+                replica_engine.release()
 
     def _record_metrics(self, call: str, replica: Replica, generator: ReplicaEngine, report: IterationReport) -> None:
         """Report the metrics of a call; of tensor-parallel ranks, which make the same samples, only the first does."""

@@ -66,6 +66,19 @@ class NativeEngines(EngineFactory):
             updates=updates,
         )
 
+    def _build_plain(self, replica: Replica, max_slots: int) -> GenerationEngine:
+        context, options = self._context, self._algorithm.generation_options
+        return GenerationEngine(
+            replica.model,
+            tokenizer=self._algorithm.tokenizer_of(replica.role),
+            max_slots=max_slots,
+            max_cache_bytes=options.max_cache_bytes,
+            cuda_graphs=options.cuda_graphs,
+            compile=options.compile,
+            batch_invariant=options.batch_invariant,
+            agree=agreement(context.pool.meshes.tensor_group(replica.layout), context.device),
+        )
+
     def forget(self, engines: Iterable[ReplicaEngine]) -> None:
         """Keep the drafters for the next plan's engines."""
         last: dict[str, list[Drafter]] = {}

@@ -17,7 +17,7 @@ from lightning_realloc.strategies.calls.engine_pool import EnginePool
 from lightning_realloc.strategies.calls.weight_updates import VersionLog
 from tests.models import tiny_model
 
-CALL: Any = SimpleNamespace(name="actor.generate")
+CALL: Any = SimpleNamespace(name="actor.generate", partners=())
 
 
 def generators(drafter: str, *, shares_model: bool = False) -> EnginePool:
