@@ -17,9 +17,10 @@ from lightning_realloc.environments import ToolEnvironment
 from lightning_realloc.environments.turns.turn_parser import TurnParser
 from tests.workers import WorkerPool
 
-NAMES = ("08_calculator_tool", "09_guessing")
+NAMES = ("08_calculator_tool", "09_guessing", "10_self_play")
 calculator: Any = importlib.import_module(f"examples.{NAMES[0]}")
 guessing: Any = importlib.import_module(f"examples.{NAMES[1]}")
+self_play: Any = importlib.import_module(f"examples.{NAMES[2]}")
 
 
 @pytest.mark.parametrize(
@@ -80,30 +81,60 @@ def test_players_to_imitate_hear_true_hints() -> None:
             assert low < guesses[-1] < high
 
 
+@pytest.mark.parametrize(
+    ("seat", "said", "replies", "won"),
+    [
+        ("speaker", "red", {"heard red": "3"}, 1.0),
+        ("speaker", "blue", {"heard blue": "4"}, 0.0),
+        ("listener", "3", {"name 3": "red"}, 1.0),
+        ("listener", "red", {"name 3": "red"}, 0.0),
+    ],
+)
+def test_a_game_of_signals_is_won_by_the_number_of_the_other_seat(
+    seat: str, said: str, replies: Mapping[str, str], won: float
+) -> None:
+    class Scripted:
+        """A partner with a reply to one message."""
+
+        async def reply(self, messages: Any, **sampling: object) -> dict[str, str]:
+            """Return the reply."""
+            return {"role": "assistant", "content": replies[messages[-1]["content"]]}
+
+    async def play_once() -> tuple[Any, Any]:
+        game = self_play.Signals()
+        game.partners = {"other": Scripted()}
+        begun = await game.reset({"number": "3", "seat": seat})
+        return begun, await game.step({"role": "assistant", "content": said})
+
+    begun, result = asyncio.run(play_once())
+    assert begun[0]["content"] == ("name 3" if seat == "speaker" else "heard red")
+    assert result.reward == won and result.done
+
+
 def run(name: str, settings: Settings) -> tuple[Mapping[str, float], Mapping[str, float]]:
     """Run an example, and return its metrics before and after."""
     scores: tuple[Mapping[str, float], Mapping[str, float]] = importlib.import_module(f"examples.{name}").main(settings)
     return scores
 
 
-def run_both(folder: str) -> list[tuple[Mapping[str, float], Mapping[str, float]]]:
-    """Run both examples with few demonstrations and two iterations."""
+def run_all(folder: str) -> list[tuple[Mapping[str, float], Mapping[str, float]]]:
+    """Run all examples with few demonstrations and two iterations."""
     few = Settings(folder=Path(folder), num_demonstrations=64, warm_up_epochs=1, num_iterations=2)
     return [run(name, few) for name in NAMES]
 
 
-def test_both_examples_run(workers: WorkerPool, tmp_path: Path) -> None:
-    (scores,) = workers.run(run_both, str(tmp_path), world_size=1, init_process_group=False, deadline_s=170.0)
-    for module, (before, after) in zip((calculator, guessing), scores, strict=True):
+def test_all_examples_run(workers: WorkerPool, tmp_path: Path) -> None:
+    (scores,) = workers.run(run_all, str(tmp_path), world_size=1, init_process_group=False, deadline_s=170.0)
+    for module, (before, after) in zip((calculator, guessing, self_play), scores, strict=True):
         assert set(module.LABELS) <= before.keys() & after.keys()
         assert after["val/stopped/failure"] == 0.0
-    before, after = scores[1]
-    assert before["val/reward"] != after["val/reward"]  # every turn is rewarded, so two iterations change the game
+    for before, after in scores[1:]:  # every turn is rewarded, so two iterations change the game
+        assert before["val/reward"] != after["val/reward"]
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("name", "num_iterations"), [(NAMES[0], 25), (NAMES[1], 45)])
+@pytest.mark.parametrize(("name", "num_iterations"), [(NAMES[0], 25), (NAMES[1], 45), (NAMES[2], 40)])
 def test_an_example_learns(workers: WorkerPool, tmp_path: Path, name: str, num_iterations: int) -> None:
     usual = importlib.import_module(f"examples.{name}").SETTINGS
     settings = replace(usual, folder=tmp_path, num_iterations=num_iterations)
