@@ -41,7 +41,7 @@ CAPABILITIES: Mapping[str, frozenset[Capability]] = {
 """Engine -> its capabilities."""
 
 _NATIVE_SETTINGS = (
-    "agree", "batch_invariant", "clock", "compile", "cuda_graphs", "drafter", "lockstep", "max_cache_bytes",
+    "batch_invariant", "clock", "compile", "cuda_graphs", "drafter", "lockstep", "max_cache_bytes",
     "max_prefill_tokens", "pack_weights", "peers", "poll_weights", "speculation", "wall_clock",
 )  # fmt: skip
 NATIVE_HINTS = {name: f"GenerationEngine({name}=...), the engine 'native'" for name in _NATIVE_SETTINGS}
