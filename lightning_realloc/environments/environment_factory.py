@@ -108,13 +108,25 @@ def is_message_source(source: object) -> bool:
     Raises:
         ConfigError: for an import path that cannot be resolved.
     """
-    found = _resolved(source)
+    found = resolved_source(source)
     kind = found.func if isinstance(found, partial) else found
     if isinstance(found, Mapping | MessageEnvironment) or has_trl_contract(kind):
         return True
     if isinstance(kind, type):
         return issubclass(kind, MessageEnvironment)
     return callable(found) and _can_be_called(found)
+
+
+def resolved_source(source: Any) -> Any:
+    """Return an imported class or function, a partial one for ``class_path`` and ``init_args``, or what is given."""
+    if isinstance(source, str):
+        return import_function(source, what="environment", error=ConfigError)
+    if not isinstance(source, Mapping) or "class_path" not in source:
+        return source
+    found = import_function(str(source["class_path"]), what="environment", error=ConfigError)
+    if not isinstance(found, type):  # a function would be called with any arguments that a file has
+        raise ConfigError(f"class_path={source['class_path']!r} names no class; give a function's import path alone")
+    return partial(found, **(source.get("init_args") or {}))
 
 
 class _Maker:
@@ -130,7 +142,7 @@ class _Maker:
     def __init__(
         self, source: OneSource | None, tools: tuple[Tool, ...], *, name: str, control_column: str | None = None
     ) -> None:
-        self._source = _resolved(source)
+        self._source = resolved_source(source)
         self._tools = tools
         self._name = f"{name}={_described(source)}"
         self._control_column = control_column
@@ -162,6 +174,9 @@ class _Maker:
                     f"with a method reset, whose other public methods are the model's tools"
                 )
             found = TrlEnvironment(found, control_column=self._control_column, give_back=self._spare.append)
+        if isinstance(found, ToolEnvironment):  # whose step may watch all calls
+            found.add_tools(self._tools)
+            return found
         return AddedTools(found, self._tools) if self._tools else found
 
     def __getstate__(self) -> dict[str, Any]:
@@ -186,18 +201,6 @@ class _Maker:
             )
             verb = "copied" if is_object else "made"
             raise ConfigError(f"{self._name} cannot be {verb} ({describe_error(error)}); {way_out}") from error
-
-
-def _resolved(source: Any) -> Any:
-    """Return an imported class or function, a partial one for ``class_path`` and ``init_args``, or what is given."""
-    if isinstance(source, str):
-        return import_function(source, what="environment", error=ConfigError)
-    if not isinstance(source, Mapping) or "class_path" not in source:
-        return source
-    found = import_function(str(source["class_path"]), what="environment", error=ConfigError)
-    if not isinstance(found, type):  # a function would be called with any arguments that a file has
-        raise ConfigError(f"class_path={source['class_path']!r} names no class; give a function's import path alone")
-    return partial(found, **(source.get("init_args") or {}))
 
 
 def _check_methods(environment: MessageEnvironment) -> None:

@@ -70,6 +70,15 @@ class ToolEnvironment(MessageEnvironment):
         """Tools that the chat template shows to the model."""
         return tuple(self._calls.tools.values())
 
+    def add_tools(self, tools: Sequence[Tool]) -> None:
+        """Add tools, before those that are there.
+
+        Raises:
+            ConfigError: for a name that is there already.
+        """
+        check_distinct((*tools, *self.tools))
+        self._calls.tools = {tool.name: tool for tool in (*tools, *self.tools)}
+
     async def step(self, message: Message) -> StepResult:
         """Return the answers to the message's calls, in their order; without calls, the episode is done."""
         calls = message.get("tool_calls") or ()

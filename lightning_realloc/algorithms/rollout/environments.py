@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
+from lightning_realloc.environments.environment_factory import resolved_source
 from lightning_realloc.environments.message_environment import MessageEnvironment
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Environment
-from lightning_realloc.rewards.signatures import check_takes, import_function
+from lightning_realloc.rewards.signatures import check_takes
 
-# This order matters: jsonargparse makes objects of the first type that fits, and a mapping always does.
-EnvironmentSource = str | MessageEnvironment | Callable[..., Any] | Mapping[str, Any]
+# This order matters: a class_path that jsonargparse makes no object of stays a mapping.
+_OneSource = str | MessageEnvironment | Callable[..., Any]
+EnvironmentSource = str | Mapping[str, _OneSource] | MessageEnvironment | Callable[..., Any] | Mapping[str, Any]
 """An environment of messages: its class, an object to copy, a function that makes one, or several of these by name. Or
 one of tokens: a function of a turn, or a class of such functions that is constructed from the tokenizer. Or an import
 path."""
@@ -26,7 +28,9 @@ def import_environment(source: EnvironmentSource) -> Callable[..., Any]:
         ConfigError: for an import path that cannot be resolved, and for objects that cannot be called, or not with one
             argument.
     """
-    found = import_function(source, what="environment", error=ConfigError) if isinstance(source, str) else source
+    found: Any = resolved_source(source)
+    if isinstance(source, Mapping) and callable(found):  # class_path makes an object without the tokenizer
+        found = found()
     if not callable(found):
         raise ConfigError(
             f"environment={source!r} is a {type(found).__name__}; give a function of a Turn, a class that is made from "
@@ -37,7 +41,7 @@ def import_environment(source: EnvironmentSource) -> Callable[..., Any]:
     if isinstance(found, type):
         way_out += ", or, if it answers in messages, derive it from MessageEnvironment or give it a method reset"
     check_takes(found, argument, what="environment", way_out=way_out, error=ConfigError)
-    return found
+    return cast("Callable[..., Any]", found)
 
 
 def make_environment(found: Callable[..., Any], tokenizer: PreTrainedTokenizerBase) -> Environment:

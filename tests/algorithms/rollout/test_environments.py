@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 
 from lightning_realloc import GAE
 from lightning_realloc.algorithms.base.rollout_columns import Dialogue, RowEnvironment, response_summary, rollout_of
-from lightning_realloc.algorithms.rollout.environments import import_environment, make_environment
+from lightning_realloc.algorithms.rollout.environments import EnvironmentSource, import_environment, make_environment
 from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import Totals, pack_columns
+from lightning_realloc.environments.environment_factory import EnvironmentFactory, is_message_source
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Completion, Conversation, Turn
 from tests.models import byte_tokenizer, tiny_model
@@ -224,3 +226,28 @@ def test_invalid_environment_settings_are_refused(settings: dict[str, Any], mess
 def test_a_class_whose_objects_are_not_callable_is_refused() -> None:
     with pytest.raises(ConfigError, match="environment=Mute makes a Mute, which cannot be called with a Turn"):
         make_environment(Mute, byte_tokenizer())
+
+
+class Leveled:
+    """TRL's contract, with a setting."""
+
+    def __init__(self, level: int) -> None:
+        self.level = level
+
+    def reset(self, **columns: Any) -> str:
+        """Begin."""
+        return f"Level {self.level}."
+
+
+def test_a_file_gives_arguments_to_classes_with_trls_contract_and_to_those_of_tokens() -> None:
+    parser = ArgumentParser()
+    parser.add_argument("--environment", type=EnvironmentSource)
+
+    def read(kind: type, **settings: Any) -> Any:
+        given = {"class_path": f"{__name__}.{kind.__name__}", "init_args": settings}
+        return parser.instantiate(parser.parse_object({"environment": given})).environment
+
+    source = read(Leveled, level=3)
+    (begun,) = asyncio.run(EnvironmentFactory(source).make({}).reset({}))  # type: ignore[arg-type, misc]
+    assert begun == {"role": "user", "content": "Level 3."} and is_message_source(source)
+    assert import_environment(read(Echo, tokenizer="t")).tokenizer == "t"  # type: ignore[attr-defined]
