@@ -33,6 +33,8 @@ def every_state(problem: Problem) -> Iterator[tuple[list[PlacedOption], frozense
         choices = []
         for ranks in rank_sets(problem.cluster):
             for dims in legal_dims(problem.models[call.role], call.kind, ranks.size, problem.cluster):
+                if call.partners and dims.fsdp > 1:
+                    continue
                 layout = Layout(dims, ranks.ranks)
                 kept = estimator.resident_bytes(call.role, layout, is_home=call.is_home)
                 further = sum(estimator.resident_bytes(role, layout, is_home=True) for role in call.further_roles)

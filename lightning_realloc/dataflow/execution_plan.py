@@ -236,8 +236,8 @@ class ExecutionPlan:
 
         Raises:
             PlanError: for a call without a layout, a layout without a call, a rank beyond ``world_size``, an unused
-                rank, an option that does not apply to its call, a generating call with ``pp > 1``, or an entry of
-                ``offload`` that cannot be offloaded.
+                rank, an option that does not apply to its call, a generating call with ``pp > 1``, or with partners and
+                ``fsdp > 1``, or an entry of ``offload`` that cannot be offloaded.
         """
         wanted = {call.name for call in dataflow.model_calls}
         given = {name for name, _ in self.calls}
@@ -264,6 +264,11 @@ class ExecutionPlan:
                 raise PlanError(
                     f"calls.{name}: layout {plan.layout} has pp={plan.layout.dims.pp}, so every token would pass "
                     f"through all stages in turn; train and infer with pp, generate with tp, dp or fsdp"
+                )
+            if plan.layout.is_sharded and call.partners:
+                raise PlanError(
+                    f"calls.{name}: all ranks of layout {plan.layout} gather each block together, and environments of "
+                    f"one rank ask models while the others generate; give it a layout with fsdp=1"
                 )
             beyond = [rank for rank in plan.layout.ranks if rank >= world_size]
             if beyond:

@@ -37,8 +37,13 @@ class SearchedCall:
     """Whether an iteration changes the role's weights."""
     siblings: tuple[int, ...]
     """Numbers of the calls with the same owner, this one included."""
-    further_roles: tuple[str, ...] = ()
-    """Roles of further models that the call uses, which lie in its layout."""
+    partners: tuple[str, ...] = ()
+    """Roles whose models the call asks, in its layout, in which no blocks are gathered; its own among them."""
+
+    @property
+    def further_roles(self) -> tuple[str, ...]:
+        """Roles other than its own whose models the call uses."""
+        return tuple(role for role in self.partners if role != self.role)
 
     @property
     def is_home(self) -> bool:
@@ -73,7 +78,7 @@ def searched_calls(estimator: Estimator) -> tuple[SearchedCall, ...]:
             is_timed=call in dataflow.iteration_calls,
             is_trained=call.role in dataflow.trained_roles,
             siblings=tuple(other for other, its_owner in enumerate(owners) if its_owner == owner),
-            further_roles=call.further_roles,
+            partners=call.partners,
         )
         for number, (call, owner) in enumerate(zip(calls, owners, strict=True))
     )
@@ -148,6 +153,8 @@ class Pricing:
                     legal_dims(self.models[role], call.kind, size, cluster) for role in (call.role, *call.further_roles)
                 )
                 dims = tuple(one for one in dims if all(one in other for other in others))
+                if call.partners:
+                    dims = tuple(one for one in dims if one.fsdp == 1)
                 found = [
                     option for one in dims for option in self._priced(call, layouts.setdefault(one, Layout(one, ranks)))
                 ]

@@ -122,7 +122,8 @@ def common_dims(dataflow: Dataflow, models: Mapping[str, ModelSpec], cluster: Cl
     """Return the parallel degrees that every call allows on all ranks."""
     kinds = dict.fromkeys((str(call.role), call.kind) for call in dataflow.model_calls)
     first, *others = (legal_dims(models[role], kind, cluster.num_devices, cluster) for role, kind in kinds)
-    return tuple(dims for dims in first if all(dims in other for other in others))
+    asks = any(call.partners for call in dataflow.model_calls)  # models that gather no blocks while they answer
+    return tuple(dims for dims in first if all(dims in other for other in others) and not (asks and dims.fsdp > 1))
 
 
 def canonical_sets(candidates: Iterable[RankSet], placed: Sequence[RankSet], cluster: ClusterSpec) -> list[RankSet]:

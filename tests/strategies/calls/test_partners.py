@@ -77,7 +77,7 @@ def test_ranks_that_share_a_model_answer_with_its_own_generate(workers: WorkerPo
 
 
 def test_blocks_that_ranks_gather_together_are_refused_by_name(workers: WorkerPool) -> None:
-    with pytest.raises(Exception, match=r"actor\.generate runs in the layout fsdp2@0-1, .* give it a layout with fsdp"):
+    with pytest.raises(Exception, match=r"calls\.actor\.generate: all ranks of layout fsdp2@0-1 .* with fsdp=1"):
         run(workers, "actor", "fsdp2", 2)
 
 
