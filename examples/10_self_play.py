@@ -2,8 +2,10 @@
 
 One player sees a number and names a color, the other hears the color and names a number; both win if it is the same.
 One model plays both seats, and is trained in one of them at a time, as a column of the data says. The other seat is
-``partners={"other": "actor"}``: the model as it is in this iteration. It first imitates players who rarely keep to any
-code. The two seats then agree on a color for each number.
+``partners={"other": "actor"}``: the model as it is in this iteration. It first imitates players who mostly do not keep
+to a code. The two seats then agree on a color for each number.
+
+Games won with seeds 0, 1, 2: from 0.21, 0.20, 0.28 to 1.00 each. A run takes 40 s of one CPU core.
 """
 
 import random
