@@ -299,12 +299,13 @@ class Episode:
             self._lost.append(environment)  # until it is in the state of the last turn
             self._begin_turn(environment, 0)
             begun = checked_conversation(await call(environment.reset, self.row), environment)
-            if begun is None and self.row["prompt"] == EMPTY_PROMPT:
+            reset = f"{type(_given_object(environment)).__name__}.reset"
+            if begun is None and self.row["prompt"] == EMPTY_PROMPT and not environment.tools:
                 raise ConfigError(
-                    f"{type(plain_environment(environment)).__name__}.reset wrote no prompt, and the row has none; "
-                    f"return one there, or give the data a column 'prompt'"
+                    f"{reset} wrote no prompt, and the row has none; return one there, or give the data a column "
+                    f"'prompt'"
                 )
-            _check_size(begun or (), f"{type(plain_environment(environment)).__name__}.reset")
+            _check_size(begun or (), reset)
             self.prompt = self.row["prompt"] if begun is None else begun
             self.tools = [tool.schema for tool in environment.tools] or self.tools
             self.changes_prompt = begun is not None or bool(environment.tools)

@@ -17,6 +17,7 @@ import torch
 
 from lightning_realloc.batch.json_column import json_values
 from lightning_realloc.batch.samples import Ragged, Samples
+from lightning_realloc.data.prompts import EMPTY_PROMPT
 from lightning_realloc.environments import MessageEnvironment, StepResult, ToolEnvironment
 from lightning_realloc.environments.environment_factory import EnvironmentFactory
 from lightning_realloc.environments.episode import EpisodeOptions
@@ -341,6 +342,16 @@ def test_a_conversation_that_the_template_cannot_render_fails_its_episode() -> N
     episodes = Episodes(plain)
     completions, _ = episodes.finish(generate(episodes, prompts(2)))
     assert completions[1].error is None and "cannot be read: " in str(completions[0].error)
+
+
+def test_an_empty_prompt_needs_tools_or_a_reset_that_writes_one() -> None:
+    rows = prompts(2)
+    rows = Samples(rows.ids, rows.columns, {**rows.data, "prompt": (EMPTY_PROMPT, EMPTY_PROMPT)})
+    with pytest.raises(ConfigError, match=r"Guessing\.reset wrote no prompt, and the row has none; return one there"):
+        Episodes(options(Guessing)).begin(rows)
+    episodes = Episodes(options(Counter))
+    assert len(episodes.begin(rows)) == 2
+    episodes.close()
 
 
 def _talks(columns: Mapping[str, Any]) -> list[Any]:
