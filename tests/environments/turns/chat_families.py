@@ -1,4 +1,4 @@
-"""Families of chat templates that TRL ships, and random conversations with tools that they can render."""
+"""Chat templates of TRL and of our demo, by family, and random conversations with tools that they can render."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from typing import Any
 import trl
 from transformers import PreTrainedTokenizerFast
 
+from examples import demo_agent
 from tests.models import byte_tokenizer
 
 Message = dict[str, Any]
-_FOLDER = Path(trl.__file__).parent / "chat_templates"
+_TEMPLATES: dict[str, str] = {
+    path.stem: path.read_text(encoding="utf-8")
+    for path in sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
+} | {"demo_agent": demo_agent.TEMPLATE}
 _SPECIAL = re.compile(r"""<\|[\w"]+\|?>|<\w+\|>|<｜[^｜'" ]+｜>|\[gMASK\]|<sop>""")
 _PARAMETERS = {
     "add": {"a": "integer", "b": "number"},
@@ -88,6 +92,7 @@ _BY_PREFIX = {
     "gemma4_v2": Family(_GEMMA, content_with_calls=False),
     "gemma4_v5": Family(_GEMMA, "reasoning_content", content_with_calls=False),
     "diffusion_gemma": Family(_GEMMA, "reasoning_content", content_with_calls=False),
+    "demo_agent": Family(_CHATML),
     "muse_glimmer": Family(("<|eot|>",), "reasoning_content", content_with_calls=False),
 }
 _WITHOUT_TOOLS = ("qwen2_5_vl", "qwen2_5_vl_training", "llama3_training")
@@ -98,7 +103,7 @@ def family_of(name: str) -> Family:
     return _BY_PREFIX[max((prefix for prefix in _BY_PREFIX if name.startswith(prefix)), key=len)]
 
 
-ALL_TEMPLATES = tuple(sorted(path.stem for path in _FOLDER.glob("*.jinja")))
+ALL_TEMPLATES = tuple(_TEMPLATES)
 WITH_TOOLS = tuple(name for name in ALL_TEMPLATES if name.startswith(tuple(_BY_PREFIX)) and name not in _WITHOUT_TOOLS)
 
 
@@ -106,7 +111,7 @@ WITH_TOOLS = tuple(name for name in ALL_TEMPLATES if name.startswith(tuple(_BY_P
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     """Return a tokenizer with a template, one token per byte, and one for each special token of the family."""
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+    tokenizer.chat_template = _TEMPLATES[name]
     stops = family_of(name).stops if name in WITH_TOOLS else ()
     special = sorted({*_SPECIAL.findall(tokenizer.chat_template), *stops})
     tokenizer.add_special_tokens({"additional_special_tokens": special})
