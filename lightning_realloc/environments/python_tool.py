@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from lightning_realloc.environments.tools.tool import Tool
@@ -72,7 +73,9 @@ class LocalSandbox:
         for name, number in {"memory_bytes": memory_bytes, "max_concurrent": max_concurrent}.items():
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ConfigError(f"{name}={number!r} must be a whole number of at least 1")
-        self._arguments = (memory_bytes, max_concurrent, interpreter, tuple(sandbox))
+        self._again = partial(
+            LocalSandbox, memory_bytes, max_concurrent=max_concurrent, interpreter=interpreter, sandbox=tuple(sandbox)
+        )
         limits = Limits(  # each program's wall time bounds its CPU time as well
             wall_s=DEFAULT_TIMEOUT_S,
             cpu_s=3600,
@@ -85,7 +88,7 @@ class LocalSandbox:
         self._may_run = threading.BoundedSemaphore(max_concurrent)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _local_sandbox, self._arguments
+        return self._again, ()
 
     def start(self) -> None:
         """Check that programs can run.
@@ -196,10 +199,6 @@ def python_tool(
             + (f"it has no {', '.join(missing)}" if missing else "it is a class, make an instance of it")
         )
     return Tool.from_function(_Interpreter(sandbox, timeout_s).python)
-
-
-def _local_sandbox(memory_bytes: int, max_concurrent: int, interpreter: str | None, sandbox: Sequence[str]) -> Any:
-    return LocalSandbox(memory_bytes, max_concurrent=max_concurrent, interpreter=interpreter, sandbox=sandbox)
 
 
 def _close(sandbox: CodeSandbox, process: int) -> None:

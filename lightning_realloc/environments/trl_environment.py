@@ -56,20 +56,13 @@ class TrlEnvironment(ToolEnvironment):
         **bounds: Any,
     ) -> None:
         super().__init__(_methods(wrapped), **bounds)
-        self._wrapped = wrapped
+        self.wrapped = wrapped
+        """The object that was given."""
+        self.has_reward = hasattr(wrapped, "get_reward")
+        """Whether the object has a reward of its own."""
         self._control_column = control_column
         self._give_back = give_back
         self._was_cancelled = False
-
-    @property
-    def wrapped(self) -> object:
-        """The object that was given."""
-        return self._wrapped
-
-    @property
-    def has_reward(self) -> bool:
-        """Whether the object has a reward of its own."""
-        return hasattr(self._wrapped, "get_reward")
 
     async def reset(self, row: Mapping[str, Any]) -> Sequence[Message] | None:
         """Reset the object with the row's columns; return the prompt with its text, None if it has none.
@@ -78,10 +71,10 @@ class TrlEnvironment(ToolEnvironment):
             ConfigError: for results other than text, such as images.
         """
         columns = {name: value for name, value in row.items() if name != self._control_column}
-        said = await self._ask(self._wrapped.reset, **accepted(self._wrapped.reset, columns))
+        said = await self._ask(self.wrapped.reset, **accepted(self.wrapped.reset, columns))
         if said is None:
             return None
-        name = f"{type(self._wrapped).__name__}.reset"
+        name = f"{type(self.wrapped).__name__}.reset"
         try:
             parts = [said] if isinstance(said, str) else content_parts(said)
         except CallError as problem:
@@ -94,16 +87,16 @@ class TrlEnvironment(ToolEnvironment):
 
     async def get_reward(self) -> float | None:
         """Return the object's reward; None: it has none."""
-        reward: float | None = await self._ask(self._wrapped.get_reward) if self.has_reward else None
+        reward: float | None = await self._ask(self.wrapped.get_reward) if self.has_reward else None
         return reward
 
     async def close(self) -> None:
         """Close the object, or give it back for another episode."""
         give_back, self._give_back = self._give_back, None
-        if hasattr(self._wrapped, "close"):
-            await call(self._wrapped.close)
+        if hasattr(self.wrapped, "close"):
+            await call(self.wrapped.close)
         elif give_back is not None and not (self._was_cancelled or self._calls.has_abandoned):
-            give_back(self._wrapped)
+            give_back(self.wrapped)
 
     async def _ask(self, method: Callable[..., Any], /, **columns: Any) -> Any:
         try:

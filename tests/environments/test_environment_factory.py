@@ -75,7 +75,7 @@ def test_each_form_of_a_source_makes_an_environment_of_its_own_for_every_sample(
     factory = EnvironmentFactory(source)
     made = [factory.make({}) for _ in range(3)]
     assert all(type(environment) is kind for environment in made)
-    states = [environment._wrapped if isinstance(environment, TrlEnvironment) else environment for environment in made]
+    states = [environment.wrapped if isinstance(environment, TrlEnvironment) else environment for environment in made]
     assert len(set(map(id, states))) == 3 and not any(state is source for state in states)
     assert most is None or [environment.most for environment in made] == [most] * 3  # type: ignore[attr-defined]
 
@@ -144,7 +144,7 @@ def test_the_column_selects_one_of_several_environments_and_stays_out_of_resets(
     counter = factory.make({"environment": "count"})
     assert isinstance(counter, TrlEnvironment) and isinstance(factory.make({"environment": "echo"}), Echo)
     asyncio.run(counter.reset({"environment": "count", "level": 3}))
-    assert counter._wrapped.columns == {"level": 3}
+    assert counter.wrapped.columns == {"level": 3}
     with pytest.raises(ConfigError, match=r"names one of 'count', 'echo'; in a row it is 'chess'; correct the row"):
         factory.make({"environment": "chess"})
     with pytest.raises(ConfigError, match=r"in a row it is missing, of columns \['level', 'prompt'\]"):
@@ -234,7 +234,7 @@ def test_objects_of_trl_are_constructed_once_and_reset_for_the_next_sample() -> 
     for environment in environments:
         asyncio.run(environment.close())  # type: ignore[arg-type]
     again = [factory.make({}) for _ in range(3)]
-    wrapped = {id(environment._wrapped) for environment in again if isinstance(environment, TrlEnvironment)}
+    wrapped = {id(environment.wrapped) for environment in again if isinstance(environment, TrlEnvironment)}
     assert len(made) == 3 and wrapped == set(map(id, made))
 
 
@@ -243,7 +243,7 @@ def test_factories_reach_other_processes_without_the_objects_of_this_one() -> No
     there = pickle.loads(pickle.dumps(factory))
     environment = there.make({"environment": "a"})
     own = plain_environment(environment)
-    assert isinstance(own, TrlEnvironment) and own._wrapped.count == -1
+    assert isinstance(own, TrlEnvironment) and own.wrapped.count == -1
     assert names(environment) == ["shout", "increment"]
     pickle.dumps(EnvironmentFactory(Connected))  # its object stays here
 
