@@ -1,15 +1,17 @@
-"""Trial of faults: kill, stop and signal processes of tiny GRPO and PPO runs, and check how the runs end.
+"""Trial of faults: kill, stop and signal processes of tiny runs of GRPO, PPO and agents, and check how they end.
 
     python -m tests.chaos --faults 60 --seed 0
 
 A fault is survived if all other processes end within the deadline, a survivor names the lost rank, no process and no
 shared memory is left, all checkpoints are intact, and a run that resumes from the newest one ends with the weights of
-a run without faults, bit for bit. Prints a line for each fault, and ``faults survived: N/N`` at the end.
+a run without faults, bit for bit. Environments of agents fail in these runs, too, which leave open nothing of theirs:
+threads, sockets, tasks, processes. Prints a line for each fault, and ``faults survived: N/N`` at the end.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
@@ -95,6 +97,9 @@ def _resume(fault: Fault, checkpoints: Path, folder: Path) -> list[str]:
     weights = _weights(case | _settings(fault) | {"launcher": "environment"})
     if weights is None:
         return [f"the run does not resume from {saved[-1] if saved else 'the beginning'}, see {folder}"]
+    left = {file.name: file.read_text() for file in folder.glob("left_open*") if json.loads(file.read_text())}
+    if left:
+        return [f"the resumed run leaves more open than its first iteration: {left}"]
     reference = _reference(fault.algorithm, fault.world_size)
     differing = [
         f"{role}.{name}"

@@ -27,6 +27,7 @@ ON_RANK_0 = ("save: description", "save: exchange", "export")
 """Moments that only rank 0 comes through."""
 ON_TWO_RANKS = ("inference", "training")
 """Moments that all plans of the trial bring to ranks 0 and 1 only."""
+ALGORITHMS = ("grpo", "ppo", "agents")
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP")
 LAUNCHERS = ("environment", "script", "spawn", "torchrun")
 """Ways to start ranks. "environment" forks them with variables as torchrun sets them, which takes a second."""
@@ -38,7 +39,7 @@ class Fault:
 
     number: int
     algorithm: str
-    """``grpo`` or ``ppo``."""
+    """``grpo``, ``ppo``, or ``agents``: GRPO with environments that fail, too."""
     launcher: str
     """One of `LAUNCHERS`."""
     world_size: int
@@ -65,7 +66,7 @@ class Fault:
     def __str__(self) -> str:
         where = f"rank {self.rank}" if self.target == "one" else self.target
         return (
-            f"{self.number:3d} {self.algorithm:4s} {self.world_size} {self.launcher:11s} {self.signal:7s} {where:8s} "
+            f"{self.number:3d} {self.algorithm:6s} {self.world_size} {self.launcher:11s} {self.signal:7s} {where:8s} "
             f"{self.moment} ({self.occurrence})"
         )
 
@@ -88,7 +89,7 @@ def _draw(number: int, moment: str, signal: str, launcher: str, rng: random.Rand
     target = "one" if signal == "SIGSTOP" else rng.choice(targets)
     return Fault(
         number=number,
-        algorithm=rng.choice(("grpo", "ppo")),
+        algorithm=rng.choice(ALGORITHMS),
         launcher=launcher,
         world_size=world_size,
         signal=signal,

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from tests.chaos import victim
+from tests.chaos.agents import end_server, start_server
 from tests.workers import PRELOADED, rank_environments
 
 
@@ -30,6 +31,8 @@ class Run:
     """Processes that were started: the launcher, or every rank."""
     sessions: list[int] = field(default_factory=list)
     """Session of each of them."""
+    server: Any = None
+    """Server of the run's environments; None: they have none."""
 
     def processes(self) -> list[int]:
         """Return the ids of all living processes of the sessions."""
@@ -48,6 +51,8 @@ class Run:
                 os.kill(pid, signal.SIGKILL)
         for leader in self.leaders:
             leader.join() if hasattr(leader, "join") else leader.wait()
+        if self.server is not None:
+            end_server(self.server)
 
     def log(self) -> str:
         """Return everything that the processes wrote."""
@@ -75,9 +80,11 @@ def start(case: dict[str, Any]) -> Run:
     """Start the ranks of a case."""
     folder = Path(case["folder"])
     folder.mkdir(parents=True)
+    run = Run(folder)
+    if case["algorithm"] == "agents":
+        run.server, case["address"] = start_server()
     file = folder / "case.json"
     file.write_text(json.dumps(case))
-    run = Run(folder)
     if case["launcher"] == "environment":
         context = get_context("forkserver")
         context.set_forkserver_preload([*PRELOADED, "tests.chaos.victim"])

@@ -1,4 +1,4 @@
-"""Script of one rank in the trial of faults: trains a tiny GRPO or PPO, and brings about one fault.
+"""Script of one rank in the trial of faults: trains a tiny GRPO, PPO or agents, and brings about one fault.
 
 Its argument is a JSON file with the algorithm, the launcher, a folder, and the fault, or none. Every rank writes its
 process id there. The run changes its plan every three iterations, saves a checkpoint every two, and exports once. No
@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.runtime.messages import watchdog
 from lightning_realloc.strategies import ReallocStrategy
+from tests.chaos import agents
 from tests.chaos.faults import MOMENTS
 from tests.models import tiny_model
 from tests.strategies import runs
@@ -137,10 +138,10 @@ class Ranks(Callback):
 
 
 def train(case: dict[str, Any]) -> None:
-    """Fit, and write the trained weights."""
+    """Fit, and write the trained weights. The loader of the data resumes within an epoch."""
     folder, fault, num_nodes = Path(case["folder"]), case.get("fault"), case.get("num_nodes", 1)
     plans = plans_of(case["algorithm"], case["world_size"])
-    resumed = case.get("ckpt_path")
+    resumed, has_agents = case.get("ckpt_path"), case["algorithm"] == "agents"
     plan = json.loads(Path(resumed, "realloc.json").read_text())["plan"] if resumed else plans[0]
     callbacks = [
         Ranks(folder, fault),
@@ -149,21 +150,29 @@ def train(case: dict[str, Any]) -> None:
         Replan(folder, plans),
         Results(folder),
     ]
+    if has_agents:
+        callbacks.append(agents.LeftOpen(folder))
     strategy = ReallocStrategy(
         plan,
         launcher="spawn" if case["launcher"] == "spawn" else "popen",
-        stall_timeout=case.get("stall_timeout", STALL_TIMEOUT_S),
+        stall_timeout=case.get("stall_timeout", agents.STALL_TIMEOUT_S if has_agents else STALL_TIMEOUT_S),
         on_stall="end",
     )
     trainer = runs.trainer(
         strategy, case["world_size"] // num_nodes, num_nodes=num_nodes, callbacks=callbacks,
         max_steps=NUM_ITERATIONS, max_epochs=-1, enable_checkpointing=True, default_root_dir=folder,
     )  # fmt: skip
-    make = {"grpo": runs.grpo, "ppo": runs.ppo}[case["algorithm"]]
-    rows = [{"prompt": f"{number} + {number} ="} for number in range(24)]
-    data = PromptDataModule(rows, batch_size=6)  # its loader resumes within an epoch
-    models = {"actor": tiny_model("llama", vocab_size=320), "reference": tiny_model("llama", seed=1, vocab_size=320)}
-    trainer.fit(make(reward=reward_letters, **models), data, ckpt_path=resumed)
+    if has_agents:
+        module, data = agents.algorithm(case["address"], reward_letters), agents.games()
+    else:
+        make = {"grpo": runs.grpo, "ppo": runs.ppo}[case["algorithm"]]
+        models = {
+            "actor": tiny_model("llama", vocab_size=320),
+            "reference": tiny_model("llama", seed=1, vocab_size=320),
+        }
+        rows = [{"prompt": f"{number} + {number} ="} for number in range(24)]
+        module, data = make(reward=reward_letters, **models), PromptDataModule(rows, batch_size=6)
+    trainer.fit(module, data, ckpt_path=resumed)
 
 
 if __name__ == "__main__":
