@@ -241,8 +241,8 @@ def _value_of_call(call: ast.Call) -> Any:
     cls = _named(name)
     fields = {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
     if name == "partial":
-        path = ast.unparse(call.args[0])
-        return {"class_path": path, "init_args": fields} if path.rpartition(".")[2][0].isupper() else None
+        path = ast.unparse(call.args[0]) if call.args else _OPEN
+        return {"class_path": path, "init_args": fields} if path.rpartition(".")[2][:1].isupper() else None
     if cls is None:
         return None
     if [ast.unparse(argument) for argument in call.args] != [_OPEN]:  # which stands for any settings

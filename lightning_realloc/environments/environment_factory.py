@@ -197,7 +197,7 @@ class _Maker:
             way_out = (
                 "every sample gets a copy of it: give its class, or functools.partial(class, arguments)"
                 if is_object
-                else "correct it, or give functools.partial(...) with the arguments that it needs"
+                else "correct it, or give the arguments that it needs by functools.partial(...), in YAML by init_args"
             )
             verb = "copied" if is_object else "made"
             raise ConfigError(f"{self._name} cannot be {verb} ({describe_error(error)}); {way_out}") from error

@@ -46,6 +46,8 @@ CLIP = "GRPO has no setting epsilon; here it is policy_loss=Clip(low=..., high=.
         ("x; peft_config=LoraConfig(r=8), speculation=Speculation(...)", None),
         ("policy_loss=Vespo(k_positive=2.0) weighs responses; set ratio_level='token'", None),  # is not the advice
         ("x; use an (unbalanced Clip(", None),
+        ("x; correct it, or give functools.partial(...) with the arguments that it needs", None),
+        ("x; optimizer=partial()", None),
     ],
 )
 def test_a_file_gets_a_mapping_or_a_class_path(message: str, form: str | None) -> None:

@@ -24,7 +24,7 @@ from transformers.utils.chat_parsing.response_templates import (
 from lightning_realloc.data.chat import Message
 from lightning_realloc.environments.turns.written_calls import read_calls, read_malformed
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.rewards.signatures import check_returns, check_takes, function_name, is_async
+from lightning_realloc.rewards.signatures import check_returns, check_takes, function_name, import_function, is_async
 
 Parser = str | Mapping[str, Any] | Callable[[str], Message]
 """Name of a format in ``response_formats.yaml``, a response template, or a function of a turn's text."""
@@ -73,6 +73,8 @@ class TurnParser:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, parser: Parser | None = None) -> None:
         self._tokenizer = tokenizer
+        if isinstance(parser, str) and ":" in parser:
+            parser = import_function(parser, what="parser", error=ConfigError)
         self._given = parser
         self._function = parser if callable(parser) else None
         self.format = _format_name(tokenizer, parser)

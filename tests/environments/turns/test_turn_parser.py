@@ -297,6 +297,8 @@ def _pieces(text: str) -> Iterator[str]:
         ({"fields": {}}, "transformers does not accept the response template: .*non-empty.*; give one of"),
         ({"start_anchor": "x", "fields": {"tool_calls": {"content": "json"}}}, "tool_calls .* needs open"),
         (7, "parser=7 is a int; give one of xml, glm"),
+        (f"{__name__}:_pieces", "parser _pieces must return its result, and contains yield"),
+        (f"{__name__}:_piece", "parser '.*:_piece' cannot be imported"),
         (lambda text, tools: {}, r"parser <lambda> cannot be called with the text of a turn alone .*'tools'"),
         (_later, "parser _later must return a message at once, and is async; define it with def"),
         (_pieces, "parser _pieces must return its result, and contains yield"),
