@@ -19,6 +19,8 @@ from lightning_realloc.generation.core.model_config import eos_ids_of
 
 ACTOR = "actor"
 """Source of a partner that is the policy itself, as it is now."""
+_OTHER_ROLES = ("reference", "critic", "reward", "teacher")
+"""Roles that environments do not talk to."""
 _PREFIX = "partner_"
 """Beginning of the role of a partner with a model of its own."""
 
@@ -57,6 +59,11 @@ class PartnerRoles:
         for name, source in (partners or {}).items():
             if not isinstance(name, str) or not name.isidentifier():
                 raise ConfigError(f"partners[{name!r}] needs a name of letters, digits and _, which its role has too")
+            if source in _OTHER_ROLES:
+                raise ConfigError(
+                    f"partners={{{name!r}: {source!r}}} names another role than the policy; give 'actor', or the model "
+                    f"of that role, which is then loaded a second time"
+                )
             self.by_name[name] = ACTOR if source == ACTOR else _PREFIX + name
             if source != ACTOR:
                 check_source(f"partners[{name!r}]", source, way_out=", or 'actor' for self-play")

@@ -88,6 +88,7 @@ def test_blocks_that_ranks_gather_together_are_refused_by_name(workers: WorkerPo
         ({"partners": {}}, "must name models"),
         ({"partners": {"the other": "actor"}}, "needs a name of letters"),
         ({"partners": {"other": 3}}, "is a int; give a model: .* or 'actor' for self-play"),
+        ({"partners": {"other": "reference"}}, "names another role than the policy; give 'actor', or the model of"),
         ({"engine": "vllm"}, "needs an engine that lets environments talk to models"),
         ({"generation": GenerationOptions(sample_reallocation=True)}, "leave one of the two out"),
     ],
