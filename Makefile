@@ -53,7 +53,7 @@ demo: $(VENV)/.ready
 demo-real: real-model
 	$(RUN) examples.demo_real
 
-# The same model learns to call a calculator, in ten to fifteen minutes.
+# The same model learns to call a calculator, in seven minutes.
 demo-agent: real-model
 	$(RUN) examples.demo_agent
 
