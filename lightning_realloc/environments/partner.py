@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lightning_realloc.data.chat import Message, is_conversation
 from lightning_realloc.environments.tools.tool import Tool, tools_of
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, GenerationError
+from lightning_realloc.generation.core.params import SamplingParams
+from lightning_realloc.generation.loop.environment import EVENT_LOOP
 
 if TYPE_CHECKING:
     from lightning_realloc.environments.turns.chat_turns import ChatTurns
@@ -95,15 +97,15 @@ class Partner:
         self._name, self._voice, self._chat = name, voice, voice.chat or chat
         self._partners, self._replies, self._queue = partners, replies, queue
 
-    async def reply(
+    def reply(
         self,
         messages: Sequence[Message],
         tools: Sequence[str | Callable[..., Any] | Tool] = (),
         *,
         max_new_tokens: int | None = None,
         temperature: float | None = None,
-    ) -> Message:
-        """Return the model's next message in a conversation.
+    ) -> Coroutine[Any, Any, Message]:
+        """Return the model's next message in a conversation, to be awaited in an async method.
 
         The same question in a replayed episode gets the same reply. Time until the reply counts in no deadline.
 
@@ -117,13 +119,33 @@ class Partner:
             ``{"role": "assistant", "content": ...}``, with ``reasoning_content`` and ``tool_calls`` where it has them.
 
         Raises:
-            ConfigError: for anything but messages.
+            ConfigError: for anything but messages, settings that sampling does not have, and a call that is not awaited
+                by an environment.
             GenerationError: for a conversation without room for a reply.
         """
+        if not EVENT_LOOP.runs_here:
+            raise ConfigError(
+                f"partners[{self._name!r}].reply is awaited by environments, and was called in a plain method or "
+                f"a loop of its own; define the method or tool with async def, and write await ...reply(...)"
+            )
         if isinstance(messages, str) or not isinstance(messages, Sequence) or not is_conversation(list(messages)):
             raise ConfigError(
                 f"partners[{self._name!r}].reply needs messages with 'role' and 'content'; got {repr(messages)[:80]}"
             )
+        given: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+        try:
+            SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        except GenerationError as error:
+            raise ConfigError(f"partners[{self._name!r}].reply: {error}") from None
+        return self._reply(messages, tools, max_new_tokens, temperature)
+
+    async def _reply(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[str | Callable[..., Any] | Tool],
+        max_new_tokens: int | None,
+        temperature: float | None,
+    ) -> Message:
         partners, voice = self._partners, self._voice
         question = (self._name, partners.turn, partners.num_asked[self._name])
         partners.num_asked[self._name] += 1

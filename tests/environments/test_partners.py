@@ -243,7 +243,19 @@ class Wrong(MessageEnvironment):
         """Ask."""
         messages: Any = [{"role": "user", "content": "higher " * (500 if self.how == "long" else 1)}]
         name = "nobody" if self.how == "name" else "other"
-        reply = await self.partners[name].reply("Guess" if self.how == "text" else messages)  # type: ignore[arg-type]
+        settings: dict[str, Any] = {"temperature": -1.0} if self.how == "temperature" else {}
+        reply = await self.partners[name].reply("Guess" if self.how == "text" else messages, **settings)
+        return StepResult([{"role": "user", "content": reply["content"]}])
+
+
+class Plain(Wrong):
+    """Asks in a plain method."""
+
+    def step(self, message: Mapping[str, Any]) -> StepResult:  # type: ignore[override]
+        """Ask, in a loop of its own or in none."""
+        if self.how == "own loop":
+            return asyncio.run(super().step(message))
+        reply: Any = self.partners["other"].reply([{"role": "user", "content": "higher"}])
         return StepResult([{"role": "user", "content": reply["content"]}])
 
 
@@ -253,10 +265,14 @@ class Wrong(MessageEnvironment):
         ("long", "leaves no room for an answer"),
         ("name", r"asks for partners\['nobody'\]; there are 'other'"),
         ("text", "reply needs messages with 'role' and 'content'; got 'Guess'"),
+        ("temperature", r"partners\['other'\].reply: temperature=-1.0"),
+        ("plain", "called in a plain method or a loop of its own; define the method or tool with async def"),
+        ("own loop", "called in a plain method or a loop of its own"),
     ],
 )
 def test_questions_that_cannot_be_answered_are_named(how: str, message: str) -> None:
-    stage = Stage(type("Wrong", (Wrong,), {"how": how}), max_turns=2)
+    source = Plain if how in ("plain", "own loop") else Wrong
+    stage = Stage(type("Wrong", (source,), {"how": how}), max_turns=2)
     completions = stage.play(GREEDY)
     with pytest.raises(Exception, match=message):
         settled, _ = stage.finish(completions)
