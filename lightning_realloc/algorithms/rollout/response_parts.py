@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -85,8 +86,14 @@ def part_columns_of(
             f"format here has {', '.join(parser.parts)} alone; set tokenizer.response_template to a response template "
             f"of transformers with such fields, or leave learned_parts out"
         )
-    is_counted = {"thinking": learns_some or parser.shows_thoughts, "calls": learns_some or has_tools, "answer": True}
-    counted = [part for part in parser.parts if is_counted[part]]
+    is_shown = {"thinking": parser.shows_thoughts, "calls": has_tools, "answer": True}
+    if not any(is_shown[part] for part in learned):
+        rank_zero_warn(
+            f"learned_parts={tuple(learned)} may leave nothing to learn: thoughts need marks such as <think>, which "
+            f"neither the chat template nor the vocabulary has, and calls need tools; look at the metrics "
+            f"thinking_tokens and call_tokens, or name 'answer', too"
+        )
+    counted = [part for part in parser.parts if learns_some or is_shown[part]]
     if counted == ["answer"]:
         return None
     return PartColumns(TurnParts(tokenizer, parser, stop_token_ids=stop_token_ids), counted=counted, learned=learned)

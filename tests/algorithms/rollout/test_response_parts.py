@@ -79,6 +79,13 @@ def test_parts_are_counted_where_the_model_may_write_them(template: str, tools: 
     assert (None if made is None else made._counted) == counted
 
 
+@pytest.mark.parametrize("learned", ["thinking", "calls"])
+def test_parts_that_nothing_shows_are_warned_of(learned: Any) -> None:
+    tokenizer = with_template("<tool_call>")
+    with pytest.warns(UserWarning, match="may leave nothing to learn"):
+        part_columns_of(tokenizer, TurnParser(tokenizer), stop_token_ids=[2], learned=[learned], has_tools=False)
+
+
 def naive_loss(model: Any, samples: Samples, average: str, kl_coef: float) -> Tensor:
     """Return the loss of the learned tokens, one at a time; a response without any counts as zero."""
     columns = [samples.ragged(name).to_lists() for name in ("behaviour_logprobs", "ref_logprobs")]
