@@ -191,7 +191,7 @@ async def yielding_later(self: Any, *given: Any) -> Any:
     ("source", "tools", "rule"),
     [
         (None, [], r"environment=None and tools=\[\] make no environment; give one of them"),
-        (Needy, [], r"environment=Needy cannot be made \(TypeError.*'path'\); .* give functools\.partial\("),
+        (Needy, [], r"environment=Needy cannot be made \(TypeError.*'path'\); .* needs by functools\.partial"),
         (NeedyCounter, [], r"environment=NeedyCounter cannot be made \(TypeError"),
         (Broken, [], r"environment=Broken cannot be made \(OSError: no server\)"),
         ({"class_path": f"{__name__}.NeedyCounter", "init_args": {"way": 1}}, [], r"cannot be made \(TypeError.*'way'"),
