@@ -111,6 +111,8 @@ class PartnerQueue:
     ) -> tuple[int, ...]:
         """Return the tokens that a model answers; None takes a setting of the call's sampling.
 
+        The asking partner has checked the settings, since it knows its own name.
+
         Raises:
             GenerationError: for a prompt without room for an answer, and where no call generates.
         """
@@ -123,12 +125,9 @@ class PartnerQueue:
                 f"{role} is asked with {len(prompt)} tokens, and its context leaves no room for an answer; give "
                 f"reply() fewer or shorter messages"
             )
-        sampling = self._sampling
-        most = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
-        chosen = sampling.temperature if temperature is None else temperature
-        asked = _sampled(sampling, most, chosen, sorted(stop_token_ids))  # which checks them
-        length = int(min(asked.max_new_tokens, room))
-        question = PartnerQuestion(role, key, prompt, length, asked.temperature, asked.stop_token_ids)
+        most = self._sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
+        chosen = self._sampling.temperature if temperature is None else temperature
+        question = PartnerQuestion(role, key, prompt, int(min(most, room)), chosen, tuple(sorted(stop_token_ids)))
         opened = _Open(question, asyncio.get_running_loop().create_future())
         with current_pause():
             self._asked.put(opened)
@@ -216,7 +215,9 @@ def _answers(engine: Engine, sampling: SamplingParams, questions: Sequence[Partn
     return [answers[place] for place in range(len(questions))]
 
 
-def _sampled(sampling: SamplingParams, most: int, temperature: float, stop_token_ids: Sequence[int]) -> SamplingParams:
+def _sampled(
+    sampling: SamplingParams, most: int, temperature: float, stop_token_ids: tuple[int, ...]
+) -> SamplingParams:
     """Return the sampling of one answer for each question, with a call's other settings."""
     return replace(
         sampling,
@@ -224,7 +225,7 @@ def _sampled(sampling: SamplingParams, most: int, temperature: float, stop_token
         max_new_tokens=most,
         min_new_tokens=min(most, sampling.min_new_tokens),
         temperature=temperature,
-        stop_token_ids=tuple(stop_token_ids),
+        stop_token_ids=stop_token_ids,
     )
 
 
