@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any, Literal, get_args
@@ -318,6 +318,10 @@ def _loaded(spec: Mapping[str, Any]) -> ResponseTemplate:
             "the field tool_calls of a response template needs open or open_pattern, so that a malformed call can "
             "stay in the content; add it, or give parser= a function from a turn's text to a message"
         )
+    for name in _THOUGHTS:
+        field = template.fields.get(name)
+        if field is not None and field.content == "text":  # transformers keeps the last thought of a turn
+            template.fields[name] = replace(field, repeats=True, join="\n" if field.join is None else field.join)
     return template
 
 

@@ -49,6 +49,13 @@ MALFORMED = {
     "atem": ' to=add<|message|><atem:function_calls>\n<atem:invoke name="add">\n<atem:parameter name="a">1',
 }
 
+MARKS_OF_THOUGHTS = {
+    "gpt-oss": ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+    "gemma4": ("<|channel>thought\n", "<channel|>"),
+    "mistral-args": ("[THINK]", "[/THINK]"),
+    "atem": (" to=self<|message|>", "<|eom|><|start|>assistant"),
+}
+
 
 ONE = "<parameter=a>1</parameter>"
 
@@ -173,6 +180,21 @@ def test_a_call_within_a_thought_is_not_made(name: str) -> None:
     assert parsed(name, thought, before="<think>\n") == {**expected, "content": ""}
     # A thought that the prompt also closes is none.
     assert parsed(name, "No.", before="<think>\n\n</think>\n\n") == {"role": "assistant", "content": "No."}
+
+
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"llama3"}))
+def test_a_turn_keeps_all_of_its_thoughts(name: str) -> None:
+    begin, end = MARKS_OF_THOUGHTS.get(name, ("<think>", "</think>"))
+    text = f"{begin}One.{end}a {begin}Two.{end}b"
+    assert parsed(name, text) == {"role": "assistant", "content": "a b", "reasoning_content": "One.\nTwo."}
+
+
+def test_a_response_template_keeps_all_thoughts_and_its_own_way_to_join_them() -> None:
+    thinking = {"open": "<t>", "close": "</t>"}
+    for field, expected in [(thinking, "a\nb"), ({**thinking, "repeats": True, "join": "+"}, "a+b")]:
+        template = {"start_anchor": "<bot>", "fields": {"thinking": field, "content": {}}}
+        parser = TurnParser(byte_tokenizer(), template)
+        assert parser.parse("<t>a</t><t>b</t>c", first_call=0)["reasoning_content"] == expected
 
 
 def test_channels_of_gpt_oss() -> None:
