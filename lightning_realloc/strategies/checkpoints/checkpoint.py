@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_realloc.errors import CheckpointError
@@ -67,6 +68,8 @@ log = logging.getLogger(__name__)
 
 RANDOM_STATES = "realloc_random_states"
 """Key of ``meta.pt`` for the random states of all ranks."""
+UNKNOWN = "a model"
+"""Source of a role in checkpoints of earlier versions, which do not name it."""
 _SHOWN_RANKS = 4
 """Ranks that an error about missing files names."""
 
@@ -117,6 +120,8 @@ def read_checkpoint(
     with models.raising_together(folder):
         description = read_description(folder)
         check_roles(description, models, folder, resuming=resuming)
+        if resuming:
+            _warn_of_other_models(description, models, folder)
         check_files(folder, description, rank=models.facts.rank, world_size=models.facts.world_size)
     content = content_folder(folder, description)
     with models.raising_together(folder):
@@ -207,6 +212,32 @@ def check_roles(description: Mapping[str, Any], models: TrainedModels, folder: A
             continue
         ours = {p.name: list(p.shape) for p in models.pool.home(role).model_layout.model.params}
         _compare_parameters(role, ours, description["roles"][role]["parameters"], folder)
+
+
+def _warn_of_other_models(description: Mapping[str, Any], models: TrainedModels, folder: AnyPath) -> None:
+    """Warn of frozen roles that differ from those of the checkpoint, which does not hold their weights."""
+    roles, changing = description["roles"], models.pool.changing_roles
+    before = {role: entry.get("source", UNKNOWN) for role, entry in roles.items() if not entry["saved"]}
+    read = {role for role, entry in roles.items() if entry["saved"]}
+    now = {role: models.card_of(role).base for role in models.pool.roles if role not in {*changing, *read}}
+    for change in changed_models(before, now):
+        rank_zero_warn(f"{folder} was saved {change}; give the models of that run to go on as it did")
+
+
+def changed_models(before: Mapping[str, str | None], now: Mapping[str, str | None]) -> list[str]:
+    """Return how a run that saved differs from one that resumes, by roles whose weights come from their sources.
+
+    Args:
+        before: Role -> name of its source; None for a module without a name, `UNKNOWN` in earlier checkpoints.
+        now: The same of this run.
+    """
+    changes = [f"with {role}={before[role] or 'a module'}, which this run lacks" for role in before if role not in now]
+    for role, source in now.items():
+        if role not in before:
+            changes.append(f"without {role}, which is {source or 'a module'} in this run")
+        elif before[role] not in (UNKNOWN, source):
+            changes.append(f"with {role}={before[role] or 'a module'}, which is {source or 'a module'} in this run")
+    return changes
 
 
 def _compare_parameters(

@@ -212,8 +212,10 @@ class _Save:
 
 def _describe_role(models: TrainedModels, role: str, *, saved: bool) -> dict[str, Any]:
     home, is_trained = models.pool.home(role), role in models.pool.dataflow.trained_roles
+    card = models.card_of(role)
     return {
-        "model_card": asdict(models.card_of(role)) if is_trained else None,
+        "model_card": asdict(card) if is_trained else None,
+        "source": card.base,
         "class": hf_folder.class_path(home.model),
         "layout": str(home.layout),
         "saved": saved,

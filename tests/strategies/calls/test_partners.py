@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,3 +113,18 @@ def test_a_frozen_partner_is_a_role_of_the_plan(algorithm: Any) -> None:
     assert flow.home_call("partner_other").name == "actor.generate" and flow.home_call("actor").name == "actor.train"
     assert flow.call("actor.generate").partners == ("partner_other", "actor")
     assert {"actor", "partner_other"} <= set(type(module).dataflow_of(flow.roles).roles)
+
+
+def test_a_run_that_resumes_with_another_kind_of_partner_warns(tmp_path: Path) -> None:
+    for number, partner in enumerate((chat_model(2), "actor"), start=1):
+        module = GRPO(
+            chat_model(), tokenizer=chat_tokenizer(), environment=Talking, sampling=SamplingParams(n=2),
+            partners={"other": partner},
+        )  # fmt: skip
+        trainer = runs.trainer(runs.ReallocStrategy("static"), 1, max_steps=number, max_epochs=-1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(module, Games(), ckpt_path=tmp_path / "run.ckpt" if number == 2 else None)
+        trainer.save_checkpoint(tmp_path / "run.ckpt")
+    said = [str(warning.message) for warning in caught if "was saved" in str(warning.message)]
+    assert len(said) == 1 and "run.ckpt was saved with partner_other=a module, which this run lacks" in said[0]

@@ -17,6 +17,8 @@ from lightning_realloc.algorithms.sft import SFT
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.strategies.checkpoints.checkpoint import (
+    UNKNOWN,
+    changed_models,
     random_state,
     read_meta,
     refuse_folder,
@@ -192,6 +194,17 @@ def test_frozen_roles_and_earlier_ranks_leave_no_files(workers: WorkerPool, tmp_
     assert {role: entry["saved"] for role, entry in description["roles"].items()} == {"actor": True, "reference": False}
     assert not [name for name in contents(folder) if "reference" in name]
     assert torch.load(folder / "meta.pt", weights_only=True)["global_step"] == 2  # plain data only
+
+
+def test_differences_between_frozen_models_are_named_by_hand() -> None:
+    before = {"reference": "base", "teacher": None, "partner_a": UNKNOWN, "partner_b": "big"}
+    assert changed_models(before, before) == []
+    assert changed_models(before, {"reference": "other", "teacher": "base", "partner_a": "x", "partner_c": None}) == [
+        "with partner_b=big, which this run lacks",
+        "with reference=base, which is other in this run",
+        "with teacher=a module, which is base in this run",
+        "without partner_c, which is a module in this run",
+    ]
 
 
 @pytest.mark.parametrize("save_last", matrix([True, "link"], "link"))
