@@ -123,7 +123,7 @@ def test_every_dependency_of_the_tests_is_pinned() -> None:
     assert required <= pinned
 
 
-DISTRIBUTIONS = {"PIL": "pillow", "openenv": "openenv-core", "pynvml": "nvidia-ml-py", "yaml": "pyyaml"}
+DISTRIBUTIONS = {"PIL": "pillow", "pynvml": "nvidia-ml-py", "yaml": "pyyaml"}
 """Name of an import -> its package, where it is not the same but for hyphens."""
 NEEDED_BY_OTHERS = {"alembic", "mlflow-skinny", "sqlalchemy"}
 """Packages of extras that nothing here names: those of Lightning's logger for MLflow."""

@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -230,9 +231,9 @@ class Episode:
             self._environment = None
         for environment in environments:
             try:
-                await asyncio.wait_for(call(environment.close), self.options.bounds.deadline_s)
+                await self._in_time(partial(call, environment.close), "close")
             except Exception as error:
-                _log.warning("closing a %s raised %s", type(environment).__name__, describe_error(error))
+                _log.warning("%s: %s", type(_given_object(environment)).__name__, _failure("close", error))
 
     # ---- playing
     async def _played(self, tokens: TurnTokens, *, is_last: bool) -> PlayedTurn:

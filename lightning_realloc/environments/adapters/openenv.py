@@ -14,6 +14,7 @@ from openenv.core import EnvClient, GenericEnvClient
 from lightning_realloc.data.chat import is_conversation
 from lightning_realloc.environments.message_environment import Message, MessageEnvironment, StepResult
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.generation.loop.asking import call
 
 _OWN_FIELDS = frozenset({"done", "reward", "metadata"})
 """Fields of every observation, which are not for the model."""
@@ -26,8 +27,8 @@ class OpenEnvEnvironment(MessageEnvironment):
     user. Rewards are those of the server's steps.
 
     Args:
-        base_url: Address of the server, such as ``"http://localhost:8000"``. It must allow as many sessions as episodes
-            run at a time (``Conversation(max_concurrent=...)`` on each rank).
+        base_url: Address of the server, such as ``"http://localhost:8000"``. It must allow as many sessions as an
+            iteration has responses: each keeps its own from its first observation to its reward.
         action: From a turn of the model to the client's action; or the name of the action's field that takes its text.
         observe: From an observation to text; None: a single field's text, or JSON of all fields.
         client: Class of the client, such as that of a package for one environment.
@@ -52,13 +53,13 @@ class OpenEnvEnvironment(MessageEnvironment):
             raise ConfigError(f"reset_columns={reset_columns!r} must be a list of columns; write [{reset_columns!r}]")
         self._base_url = base_url
         self._action = action
-        self._observe = observe
+        self._observe = observe or _shown
         self._client_class = client
         self._reset_columns = tuple(reset_columns)
         self._timeout_s = timeout_s
         self._client: Any = None
 
-    def reset(self, row: Mapping[str, Any]) -> Sequence[Message]:
+    async def reset(self, row: Mapping[str, Any]) -> Sequence[Message]:
         """Begin a session of the server.
 
         Raises:
@@ -70,11 +71,10 @@ class OpenEnvEnvironment(MessageEnvironment):
                 f"reset of {self._base_url} gets the columns {list(self._reset_columns)}, and the row has no "
                 f"{missing}; add them, so that all responses to a row get the same task, or set reset_columns"
             )
-        made = self._client_class(base_url=self._base_url, message_timeout_s=self._timeout_s)
-        self._client = made.sync()  # in a thread and a loop of its own: episodes are asked from several loops
-        result = self._client.reset(**{name: row[name] for name in self._reset_columns})
+        self._client = self._client_class(base_url=self._base_url, message_timeout_s=self._timeout_s)
+        result = await self._client.reset(**{name: row[name] for name in self._reset_columns})
         given = row.get("prompt")
-        opening = {"role": "user", "content": self._text(result.observation)}
+        opening = {"role": "user", "content": await call(self._observe, result.observation)}
         if not is_conversation(given):
             return [opening]
         if given[-1]["role"] != "user":
@@ -82,23 +82,21 @@ class OpenEnvEnvironment(MessageEnvironment):
         joined = f"{given[-1]['content']}\n\n{opening['content']}"  # templates refuse two messages of one role
         return [*given[:-1], {**given[-1], "content": joined}]
 
-    def step(self, message: Message) -> StepResult:
+    async def step(self, message: Message) -> StepResult:
         """Send the model's turn to the server."""
-        action = {self._action: message["content"]} if isinstance(self._action, str) else self._action(message)
-        result = self._client.step(action)
+        chosen = self._action
+        action = {chosen: message["content"]} if isinstance(chosen, str) else await call(chosen, message)
+        result = await self._client.step(action)
         reward = None if result.reward is None else float(result.reward)
         if result.done:
             return StepResult(reward=reward, done=True)
-        return StepResult([{"role": "user", "content": self._text(result.observation)}], reward=reward)
+        return StepResult([{"role": "user", "content": await call(self._observe, result.observation)}], reward=reward)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the session."""
         client, self._client = self._client, None
         if client is not None:
-            client.close()
-
-    def _text(self, observation: Any) -> str:
-        return _shown(observation) if self._observe is None else self._observe(observation)
+            await client.close()
 
 
 def _shown(observation: Any) -> str:

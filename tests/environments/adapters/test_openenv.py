@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import socket
 import threading
@@ -12,6 +13,9 @@ from typing import Any
 import pytest
 
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.generation.loop.asking import call
+from lightning_realloc.generation.loop.environment import EVENT_LOOP
+from tests.chaos.agents import open_things
 from tests.environments.adapters.scripted import play
 
 pytest.importorskip("openenv", reason="needs the extra openenv")
@@ -90,15 +94,34 @@ def test_an_episode_is_that_of_the_servers_environment(address: str, seed: int, 
 
 def test_copies_play_in_sessions_of_their_own_that_close_gives_back(address: str) -> None:
     prototype = OpenEnvEnvironment(address, lambda message: {"text": message["content"][-1]}, observe=str)
-    for _ in range(3):  # more sessions than the server has at a time
+
+    async def play_two() -> None:
         games = [copy.deepcopy(prototype) for _ in range(2)]
-        begun = [game.reset({"seed": seed}) for seed, game in enumerate(games)]
+        begun = [await game.reset({"seed": seed}) for seed, game in enumerate(games)]
         assert [messages[-1]["role"] for messages in begun] == ["user", "user"] and "Guess" in begun[0][0]["content"]
-        results = [game.step({"role": "assistant", "content": "I say 1"}) for game in games]
+        results = [await game.step({"role": "assistant", "content": "I say 1"}) for game in games]
         assert [result.done for result in results] == [False, True]
         for game in games:
-            game.close()
-            game.close()
+            await game.close()
+            await game.close()
+
+    for _ in range(3):  # more sessions than the server has at a time
+        asyncio.run(play_two())
+
+
+def test_an_episode_that_is_given_up_leaves_nothing_open() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and answers nothing
+        environment = OpenEnvEnvironment(f"http://127.0.0.1:{silent.getsockname()[1]}")
+
+        async def give_up() -> None:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await call(environment.reset, {"seed": 0})
+            await call(environment.close)
+
+        before = open_things()
+        EVENT_LOOP.submit(give_up()).result()
+        assert open_things() == before
 
 
 def test_settings_and_rows_that_cannot_be_played_are_refused() -> None:
@@ -107,4 +130,4 @@ def test_settings_and_rows_that_cannot_be_played_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"must be a list of columns; write \['seed'\]"):
         OpenEnvEnvironment("http://localhost:1", reset_columns="seed")
     with pytest.raises(ConfigError, match=r"the row has no \['seed'\]; add them"):
-        OpenEnvEnvironment("http://localhost:1").reset({"prompt": "Play."})
+        asyncio.run(OpenEnvEnvironment("http://localhost:1").reset({"prompt": "Play."}))
