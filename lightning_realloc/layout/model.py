@@ -10,14 +10,14 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, get_args
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout.cuts import Cut, FsdpCut, TensorParallelCut, share_bounds
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.sharding import LocalShard, Piece, local_shard
 
-Section = Literal["input", "block", "output"]
+Section = Literal["input", "block", "output", "ends"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +30,16 @@ class ParamSpec:
     cuts: tuple[Cut, ...] = (FsdpCut(),)
     """Cuts in the order in which they apply. Ranks along axes of none of them hold the same elements."""
     section: Section = "block"
-    """Place relative to the blocks: "input" lies on the first pipeline stage, "output" on the last."""
+    """Place relative to the blocks: "input" lies on the first pipeline stage, "output" on the last, "ends" on both (as
+    embeddings that the head is tied to)."""
     block: int | None = None
     """Index of the parameter's block; None outside blocks."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
         object.__setattr__(self, "cuts", tuple(self.cuts))
-        if self.section not in ("input", "block", "output"):
-            raise LayoutError(f'{self.name}: section={self.section!r} must be "input", "block" or "output"')
+        if self.section not in get_args(Section):
+            raise LayoutError(f"{self.name}: section={self.section!r} must be one of {', '.join(get_args(Section))}")
         if (self.section == "block") != (self.block is not None):
             raise LayoutError(
                 f"{self.name}: section={self.section!r} with block={self.block}; "
@@ -163,21 +164,19 @@ class ModelLayout:
         params = tuple(param for param in self.model.params if param.name in wanted)
         return ModelLayout(replace(self.model, params=params, aliases=()), self.layout)
 
-    def stage(self, name: str) -> int:
-        """Return the pipeline stage that holds the parameter."""
-        param = self.model.param(name)
-        if param.section == "input":
-            return 0
-        if param.block is None:
-            return self.layout.dims.pp - 1
-        return stage_of_block(param.block, self.model.num_blocks, self.layout.dims.pp)
+    def stages(self, name: str) -> tuple[int, ...]:
+        """Return the pipeline stages that hold the parameter: one, or the first and the last for "ends"."""
+        param, pp = self.model.param(name), self.layout.dims.pp
+        if param.block is not None:
+            return (stage_of_block(param.block, self.model.num_blocks, pp),)
+        return {"input": (0,), "output": (pp - 1,), "ends": tuple(sorted({0, pp - 1}))}[param.section]
 
     def names(self, rank: int) -> tuple[str, ...]:
         """Return the parameters of the rank's pipeline stage, including empty shards; () outside the layout."""
         if rank not in self.layout:
             return ()
         stage = self.layout.coordinate(rank).pp
-        return tuple(param.name for param in self.model.params if self.stage(param.name) == stage)
+        return tuple(param.name for param in self.model.params if stage in self.stages(param.name))
 
     def shard(self, name: str, rank: int) -> LocalShard | None:
         """Return the rank's local shard of a parameter; None when the rank's stage does not hold the parameter."""
@@ -188,7 +187,7 @@ class ModelLayout:
         return self._shard(name, rank, tuple(cut for cut in self.model.param(name).cuts if not cut.is_gathered))
 
     def _shard(self, name: str, rank: int, cuts: tuple[Cut, ...]) -> LocalShard | None:
-        if rank not in self.layout or self.layout.coordinate(rank).pp != self.stage(name):
+        if rank not in self.layout or self.layout.coordinate(rank).pp not in self.stages(name):
             return None
         shares = tuple(self.layout.share(rank, *cut.axes) for cut in cuts)
         return local_shard(self.model.param(name).shape, cuts, shares)
@@ -216,7 +215,7 @@ class ModelLayout:
 
     def num_holders(self, name: str, rank: int) -> int:
         """Return the number of ranks that hold the same elements of a parameter as ``rank``, itself included."""
-        number = len(self.layout.ranks) // self.layout.count(*self.layout.stage_axes)
+        number = len(self.layout.ranks) // self.layout.count(*self.layout.stage_axes) * len(self.stages(name))
         for cut in self.model.param(name).cuts:
             count, index = self.layout.share(rank, *cut.axes)
             sharing = cut.shared_by(count, index)
@@ -246,10 +245,10 @@ class ModelLayout:
                 f"use pp of at most {max(1, self.model.num_blocks)}"
             )
         for tied, owner in self.model.aliases:
-            if self.model.param(owner).section != "block":
+            if self.model.param(owner).section in ("input", "output"):
                 raise LayoutError(
-                    f"pp={pp} would put {tied!r} and {owner!r}, which are tied, on different stages; "
-                    "untie them, as docs/layouts-and-plans.md shows, or use pp=1"
+                    f"pp={pp} divides models with a head that is tied to the embeddings, and no other ties such as "
+                    f"{tied!r} to {owner!r}; untie them or use pp=1"
                 )
 
 

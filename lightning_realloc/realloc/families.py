@@ -69,7 +69,7 @@ def match_families(source: ModelLayout, target: ModelLayout) -> tuple[Family, ..
     members: dict[tuple[object, ...], list[str]] = {}
     for name in sorted((param.name for param in source.model.params), key=natural_key):
         before, after = source.model.param(name), target.model.param(name)
-        key = (before.shape, before.cuts, after.cuts, source.stage(name), target.stage(name))
+        key = (before.shape, before.cuts, after.cuts, source.stages(name), target.stages(name))
         members.setdefault(key, []).append(name)
     families = [_make_family(source, target, tuple(names)) for names in members.values()]
     sizes = {family.names[0]: source.model.param(family.names[0]).numel * len(family.names) for family in families}

@@ -110,7 +110,7 @@ def cut_params(draw: st.DrawFn, name: str, section: str, block: int | None) -> P
 def models(draw: st.DrawFn) -> ModelSpec:
     """Draw two or three blocks of one or two parameters, with a parameter before and after them."""
     num_blocks = draw(st.integers(2, 3))
-    params = [draw(cut_params("embed", "input", None))]
+    params = [draw(cut_params("embed", draw(st.sampled_from(["input", "ends"])), None))]
     block_params = [draw(cut_params("w", "block", 0)) for _ in range(draw(st.integers(1, 2)))]
     for block in range(num_blocks):
         params += [

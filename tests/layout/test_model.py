@@ -159,10 +159,19 @@ def test_more_stages_than_blocks_are_refused() -> None:
         lay("pp3")
 
 
-def test_tied_parameters_on_two_stages_are_refused() -> None:
+def test_tied_embeddings_lie_on_the_first_and_the_last_stage() -> None:
+    params = (ParamSpec("embed", (4, 4), section="ends"), *(ParamSpec(f"w{i}", (4,), block=i) for i in range(3)))
+    layout = lay("pp3.fsdp2", ModelSpec(params, 3, aliases=(("lm_head", "embed"),)))
+    assert [layout.names(rank) for rank in (1, 3, 5)] == [("embed", "w0"), ("w1",), ("embed", "w2")]
+    assert layout.stages("lm_head") == (0, 2)
+    assert [ranks for _, ranks in layout.holders("embed")] == [(0, 4), (1, 5)]
+    assert layout.num_holders("embed", 5) == 2
+
+
+def test_other_ties_cannot_be_divided_into_stages() -> None:
     params = (ParamSpec("embed", (4, 4), section="input"), *(ParamSpec(f"w{i}", (4,), block=i) for i in range(2)))
-    with pytest.raises(LayoutError, match=r"'lm_head' and 'embed', which are tied.*untie them, .* or use pp=1"):
-        lay("pp2", ModelSpec(params, 2, aliases=(("lm_head", "embed"),)))
+    with pytest.raises(LayoutError, match=r"no other ties such as 'table' to 'embed'; untie them or use pp=1"):
+        lay("pp2", ModelSpec(params, 2, aliases=(("table", "embed"),)))
 
 
 def test_a_scalar_cannot_be_chunked() -> None:

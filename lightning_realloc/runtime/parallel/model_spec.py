@@ -27,7 +27,8 @@ def describe_model(
     """Return the description of a model that holds full (or meta) weights.
 
     Parameters outside the blocks belong to the input if they lie in an embedding or are registered before the blocks,
-    otherwise to the output. A tied parameter has the place of its first name.
+    otherwise to the output. Embeddings with a tied head belong to both ends. Any other tied parameter has the place of
+    its first name.
 
     Args:
         model: Stays as it is.
@@ -43,15 +44,12 @@ def describe_model(
         raise LayoutError(f"{type(model).__name__} has no parameters to lay out; pass the model with its modules")
     plan = read_tp_plan(model, tp_plan)
     blocks = [name for name, _ in find_blocks(model)]
-    order = [name for name, _ in model.named_parameters()]
-    first_in_block = next((i for i, name in enumerate(order) if _block_of(name, blocks) is not None), len(order))
+    places = _places(model, blocks)
     params = []
-    for index, name in enumerate(order):
-        block = _block_of(name, blocks)
-        section: Section = "block"
-        if block is None:
-            embeds = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
-            section = "input" if embeds or index < first_in_block else "output"
+    for name, names in owners.items():
+        section, block = places[name]
+        if section == "input" and {places[tied][0] for tied in names[1:]} == {"output"}:
+            section = "ends"
         cuts = sharded(plan.cuts.get(name))
         params.append(ParamSpec(name, tuple(model.get_parameter(name).shape), cuts, section, block))
     aliases = tuple((name, owner) for owner, names in owners.items() for name in names[1:])
@@ -59,6 +57,20 @@ def describe_model(
     most_ranks = spec.tensor_parallel_degrees(max_tp)[-1]
     mixed = find_mixed_features(model, plan, most_ranks) if most_ranks > 1 else None
     return replace(spec, tp_refusal=spec.tp_refusal or mixed)
+
+
+def _places(model: nn.Module, blocks: list[str]) -> dict[str, tuple[Section, int | None]]:
+    """Return section and block of every parameter name, tied ones included."""
+    places: dict[str, tuple[Section, int | None]] = {}
+    others: Section = "input"
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        block = _block_of(name, blocks)
+        if block is not None:
+            places[name], others = ("block", block), "output"
+        else:
+            embeds = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
+            places[name] = "input" if embeds else others, None
+    return places
 
 
 def _block_of(name: str, blocks: list[str]) -> int | None:

@@ -29,6 +29,7 @@ from lightning_realloc.layout import ModelLayout
 from lightning_realloc.runtime.forward.packed_attention import packed_attention
 from lightning_realloc.runtime.messages.objects import broadcast_object
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
+from lightning_realloc.runtime.parallel.shards import local_tensor
 from lightning_realloc.runtime.parallel.stage import get_stage_io
 
 Result = TypeVar("Result")
@@ -57,6 +58,8 @@ class PipelineStage:
         self.index, self.count = ranks.index(meshes.rank), len(ranks)
         self.before = _Neighbour(ranks[self.index - 1] if self.index else None, group, meshes.device_type)
         self.after = _Neighbour(None if self.is_last else ranks[self.index + 1], group, meshes.device_type)
+        self._model_layout = model_layout
+        self._other_end = _Neighbour(ranks[0] if self.is_last else ranks[-1], group, meshes.device_type)
         self._group, self._last_rank = group, ranks[-1]
 
     @property
@@ -72,6 +75,21 @@ class PipelineStage:
     def begin(self) -> None:
         """Start a run. Its first messages send the dtype of all others."""
         self.before.dtype = self.after.dtype = None
+
+    def sum_tied_gradients(self) -> None:
+        """Add the gradients of weights on both the first and the last stage, so that both hold the sum, bit for bit.
+
+        Collective over these two stages. FSDP has reduced the gradients: equal shards are added.
+        """
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and len(self._model_layout.stages(name)) > 1:
+                if parameter.grad is None:  # the other stage may have one
+                    parameter.grad = torch.zeros_like(parameter)
+                gradient = local_tensor(parameter.grad)
+                self._other_end.dtype = gradient.dtype
+                other = self._other_end.exchange(gradient, tuple(gradient.shape))
+                assert other is not None, "an exchange with a shape receives a tensor"
+                gradient += other
 
     def shape(self, batch: PackedBatch) -> tuple[int, ...]:
         """Return the shape of a micro-batch's hidden states, (1, N, D)."""
@@ -122,13 +140,14 @@ def pipeline_train(
     """Run every micro-batch forward and backward; gradients accumulate as in one process.
 
     Collective over the pipeline, with the same micro-batches on every stage. FSDP reduces gradients in the backward
-    pass of the last micro-batch.
+    pass of the last micro-batch, and a weight on two stages then gets the sum of both. So there is none before.
 
     Args:
         context: Makes a context manager for every forward pass, such as autocast.
         backward: Starts the backward pass from the result of ``loss_step``, on the last stage.
     """
     _OneForwardOneBackward(stage, micro_batches, loss_step, context, backward).run()
+    stage.sum_tied_gradients()
 
 
 @dataclass
@@ -205,7 +224,7 @@ class _OneForwardOneBackward:
 
 
 class _Neighbour:
-    """The rank of the previous or next stage. Without a rank, exchanges do nothing.
+    """The rank of another stage. Without a rank, exchanges do nothing.
 
     Every exchange waits until it is done. Neighbours make matching exchanges in this schedule, so none waits forever.
     One exchange launches its send and receive together, as NCCL requires of a pair of ranks.

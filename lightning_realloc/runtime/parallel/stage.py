@@ -135,11 +135,14 @@ def cut_stage(model: nn.Module, model_layout: ModelLayout, rank: int) -> None:
         if number not in own:
             kind = {own.start - 1: _StageInput, own.stop: _StageOutput}.get(number, _Placeholder)
             model.set_submodule(name, kind(block, io))
-    for name in _modules_of_other_stages(model, model_layout, index):
+    for name, stage in _modules_of_other_stages(model, model_layout, index):
         replaced = model.get_submodule(name)
-        section = model_layout.model.param(next(n for n, _ in replaced.named_parameters(prefix=name))).section
-        kind = _InputPlaceholder if section == "input" else _Placeholder
-        model.set_submodule(name, kind(replaced, io))
+        placeholder = (_InputPlaceholder if stage < index else _Placeholder)(replaced, io)
+        if _holds_tied_weight(replaced, name, model_layout, index):
+            # The weight keeps its names, and its module the class by which optimizers group parameters.
+            vars(replaced)["forward"] = placeholder.forward
+        else:
+            model.set_submodule(name, placeholder)
     vars(model)["stage_io"] = io
     model.register_forward_pre_hook(io.check_call, with_kwargs=True)
 
@@ -161,7 +164,7 @@ def _refuse_indivisible(model: nn.Module, model_layout: ModelLayout) -> None:
         raise LayoutError(
             f"pp={pp} divides one list of blocks, and {name} has {len(lists)} ({', '.join(sorted(lists))}); use pp=1"
         )
-    trained = {model_layout.stage(owner) for owner, p in model.named_parameters() if p.requires_grad}
+    trained = {stage for name, p in model.named_parameters() if p.requires_grad for stage in model_layout.stages(name)}
     if trained and len(trained) < pp:
         frozen = min(set(range(pp)) - trained)
         raise LayoutError(
@@ -171,31 +174,55 @@ def _refuse_indivisible(model: nn.Module, model_layout: ModelLayout) -> None:
     (blocks,) = lists
     for owner, names in tied_names(model).items():
         homes = {alias.removeprefix(f"{blocks}.").partition(".")[0] for alias in names}
-        if len(names) > 1 and len(homes) > 1:
+        if len(homes) > 1 and model_layout.model.param(owner).section != "ends":
             raise LayoutError(
                 f"pp={pp}: {' and '.join(names)} are tied, and {owner} alone would lie on its stage; "
                 "untie them or use pp=1"
             )
     for module_name, module in model.named_modules():
         direct = [own for own, _ in module.named_parameters(recurse=False)]
-        if direct and len({model_layout.stage(p) for p, _ in module.named_parameters(prefix=module_name)}) > 1:
+        if direct and len(_stages_that_run(module, module_name, model_layout)) > 1:
             raise LayoutError(
                 f"pp={pp}: {module_name or name} holds the parameter {direct[0]!r} and modules of other stages, so "
                 "it cannot be replaced on one of them; move the parameter into a module of its own or use pp=1"
             )
 
 
-def _modules_of_other_stages(model: nn.Module, model_layout: ModelLayout, index: int, prefix: str = "") -> list[str]:
-    """Return the outermost modules whose parameters all lie on other stages."""
+def _modules_of_other_stages(
+    model: nn.Module, model_layout: ModelLayout, index: int, prefix: str = ""
+) -> list[tuple[str, int]]:
+    """Return the outermost modules that only another stage runs, with that stage.
+
+    One that holds a tied weight of this stage has no modules inside.
+    """
     found = []
     for child_name, child in model.get_submodule(prefix).named_children():
         name = f"{prefix}.{child_name}" if prefix else child_name
-        stages = {model_layout.stage(parameter) for parameter, _ in child.named_parameters(prefix=name)}
-        if stages and index not in stages:
-            found.append(name)
-        elif len(stages) > 1:
+        stages = _stages_that_run(child, name, model_layout)
+        is_leaf = not any(True for _ in child.children())
+        if (
+            len(stages) == 1
+            and index not in stages
+            and (is_leaf or not _holds_tied_weight(child, name, model_layout, index))
+        ):
+            found.append((name, min(stages)))
+        elif stages - {index}:
             found += _modules_of_other_stages(model, model_layout, index, name)
     return found
+
+
+def _stages_that_run(module: nn.Module, name: str, model_layout: ModelLayout) -> set[int]:
+    """Return the stages that run parts of a module: the first one for embeddings, the last one for their tied head."""
+    found = set()
+    for parameter, _ in module.named_parameters(prefix=name, remove_duplicate=False):
+        is_tied_name = model_layout.model.param(parameter).name != parameter
+        found.add(model_layout.stages(parameter)[-1 if is_tied_name else 0])
+    return found
+
+
+def _holds_tied_weight(module: nn.Module, name: str, model_layout: ModelLayout, index: int) -> bool:
+    """Return whether this stage holds a parameter of a module that another stage runs."""
+    return any(index in model_layout.stages(parameter) for parameter, _ in module.named_parameters(prefix=name))
 
 
 def _hidden_size(model: nn.Module) -> int:

@@ -108,6 +108,8 @@ class CallCost:
     """Elements of the fullest rank, with the padding of FSDP's shards."""
     num_trained_sharded: int
     """Trained elements of the rank that holds most of them, with padding."""
+    num_tied: int
+    """Trained elements of the fullest rank that another pipeline stage holds, too."""
     trained_share: float
     """Fraction of the model's elements that have gradients."""
     dims: ParallelDims
@@ -142,7 +144,7 @@ class CallCost:
         sharding = self._exposed_gather(forward) + self._exposed_gather(backward)
         sends = 2 * self._send(tokens)
         one = self._pipelined(forward.plus(backward), sharding, shape.num_micro_batches, sends)
-        return one + self._reduce(backward) + self._optimize()
+        return one + self._reduce(backward) + self._sum_tied() + self._optimize()
 
     def _generate(self, shape: CallShape) -> CallSeconds:
         load, pp = self.tokens.workload, self.dims.pp
@@ -286,6 +288,13 @@ class CallCost:
             return CallSeconds()
         exposed = self._exposed(scatter + replicas, overlapped) / (scatter + replicas)
         return CallSeconds(sharding=scatter * exposed, data_parallel=replicas * exposed)
+
+    def _sum_tied(self) -> CallSeconds:
+        """Return the time in which the first and the last stage exchange the gradients of tied embeddings."""
+        if self.num_tied == 0:
+            return CallSeconds()
+        size = self.num_tied * self.settings.master_bytes
+        return CallSeconds(pipeline=self.links.send(size, within_node=self.place.stages_share_node))
 
     def _exposed(self, communication: float, overlapped: Pass) -> float:
         if not self.links.efficiency.hides_communication:

@@ -143,10 +143,9 @@ def packed_bytes(role: RoleMemory, engine: EngineMemory, *, tp: int, element_byt
     if not engine.packs_weights or num_steps < MIN_PACKED_STEPS:
         return 0
     least = MIN_PACKED_FLOAT32_WEIGHTS if element_bytes == _FLOAT32 else 0
-    tied = {owner for _, owner in role.model.aliases}
     sizes: Counter[str] = Counter()
     for param in role.model.params:
-        is_linear = len(param.shape) == 2 and (param.section != "input" or param.name in tied)
+        is_linear = len(param.shape) == 2 and param.section != "input"
         cuts = tuple(cut for cut in param.cuts if not cut.is_gathered)
         if is_linear and (tp == 1 or all(cut.dim == 0 for cut in cuts)):
             shard = local_shard(param.shape, cuts, (Share(tp, 0),) * len(cuts))

@@ -169,7 +169,7 @@ def _is_smooth(number: int) -> bool:
 
 
 def _can_be_pipelined(model: ModelSpec, pp: int) -> bool:
-    tied = any(model.param(owner).section != "block" for _, owner in model.aliases)
+    tied = any(model.param(owner).section in ("input", "output") for _, owner in model.aliases)
     return pp <= model.num_blocks and not tied
 
 

@@ -2,6 +2,7 @@
 
 Parameters of equal shape and cuts form a family, of which one is cut for all. Families are counted by *place*: the
 input is place 0, block b is place b + 1, and the output is the last place. A pipeline stage has a range of places.
+Tied embeddings are families of their own, at place 0, which the first and the last stage hold.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class RankElements:
     """Sharded elements."""
     num_trained_sharded: int
     """Sharded elements that are trained."""
+    num_tied: int
+    """Sharded elements that are trained and that another stage holds, too: tied embeddings."""
     num_trained: int
     """Unsharded elements that are trained."""
     root: int
@@ -92,8 +95,11 @@ class RoleElements:
         """Trained elements of the whole model."""
         self.largest = max((param.numel for param in model.params), default=0)
         """Elements of the largest parameter."""
-        families: dict[tuple[tuple[int, ...], tuple[Cut, ...]], int] = {}
-        numbers = [families.setdefault((param.shape, param.cuts), len(families)) for param in model.params]
+        families: dict[tuple[tuple[int, ...], tuple[Cut, ...], bool], int] = {}
+        keys = [(param.shape, param.cuts, param.section == "ends") for param in model.params]
+        numbers = [families.setdefault(key, len(families)) for key in keys]
+        self.on_ends = np.array([is_tied for *_, is_tied in families], dtype=np.bool_)
+        """Families that both the first and the last pipeline stage hold."""
         table = np.zeros((3, model.num_blocks + 2, len(families)), dtype=np.int64)
         for param, number in zip(model.params, numbers, strict=True):
             is_trained = param.name not in role.frozen_params
@@ -135,29 +141,32 @@ class RoleElements:
             unlike: Count only tensors that the rank does not hold in the same form under this layout.
             trained_too: Whether a trained tensor can be the same under both layouts.
         """
-        places, shards = self._held(layout, rank)
+        (begin, end), shards = self._held(layout, rank)
         sizes = _sizes(shards)
-        total = self.counts[places].sum(axis=0) @ sizes
+        total = count_between(self.counts, begin, end) @ sizes
         if unlike is not None and rank in unlike:
-            other_places, others = self._held(unlike, rank)
-            common = slice(max(places.start, other_places.start), min(places.stop, other_places.stop))
+            (other_begin, other_end), others = self._held(unlike, rank)
             equal = self.counts if trained_too else self.counts - self.trained_counts
             is_same = np.array([one == other for one, other in zip(shards, others, strict=True)])
-            total -= equal[common].sum(axis=0) @ (sizes * is_same)
+            common = count_between(equal, np.maximum(begin, other_begin), np.minimum(end, other_end))
+            total -= common @ (sizes * is_same)
         return int(total)
 
     def shapes(self, dims: ParallelDims) -> list[tuple[int, ...]]:
         """Return the shape of each family's tensor on the first rank."""
         return [shard.shape for shard in self._shards_at(inside(dims), 0)]
 
-    def places(self, pp: int, stage: int) -> slice:
-        """Return the places of a pipeline stage."""
-        run = stage_blocks(self.role.model.num_blocks, pp)[stage]
-        return slice(run.start + (stage > 0), run.stop + 1 + (stage == pp - 1))
+    def places(self, pp: int) -> IntArray:
+        """Return the first place, and one past the last, of each stage and family: (2, stages, families)."""
+        runs = stage_blocks(self.role.model.num_blocks, pp)
+        places = np.array([[run.start + (run.start > 0), run.stop + 1] for run in runs])
+        places[-1, 1] += 1
+        of_ends = np.array([[0 if stage in (0, pp - 1) else 1, 1] for stage in range(pp)])
+        return np.where(self.on_ends, of_ends.T[..., None], places.T[..., None])
 
-    def _held(self, layout: Layout, rank: int) -> tuple[slice, tuple[LocalShard, ...]]:
+    def _held(self, layout: Layout, rank: int) -> tuple[IntArray, tuple[LocalShard, ...]]:
         stage, position = _place_in(layout, rank)
-        return self.places(layout.dims.pp, stage), self._shards_at(inside(layout.dims), position)
+        return self.places(layout.dims.pp)[:, stage], self._shards_at(inside(layout.dims), position)
 
     def _lay_out(self, dims: ParallelDims) -> ModelLayout:
         return ModelLayout(self._model, Layout(dims, tuple(range(dims.size))))
@@ -179,23 +188,26 @@ class RoleElements:
         longest = self._laid(within).layout.group(position, *Layout.shard_axes)[0]
         sharded = _sizes(self._shards_at(within, longest))  # other shards are padded to it
         whole = _sizes(self._shards_at(within, longest, True))
-        places = self.places(dims.pp, stage)
-        is_block = np.ones(len(self.counts), dtype=np.bool_)
-        is_block[[0, -1]] = False
-        is_block = is_block[places]
-        held, trained = self.counts[places] @ whole, self.trained_counts[places] @ whole
+        begin, end = self.places(dims.pp)[:, stage]
+        place = np.arange(len(self.counts))[:, None]
+        counts, trained_counts, adapted_counts = (
+            table * ((begin <= place) & (place < end))
+            for table in (self.counts, self.trained_counts, self.adapted_counts)
+        )
+        held, trained = counts @ whole, trained_counts @ whole
         return RankElements(
             dims=dims,
             stage=stage,
-            num_sharded=int((self.counts[places] @ sharded).sum()),
-            num_trained_sharded=int((self.trained_counts[places] @ sharded).sum()),
+            num_sharded=int((counts @ sharded).sum()),
+            num_trained_sharded=int((trained_counts @ sharded).sum()),
+            num_tied=int((trained_counts @ (sharded * self.on_ends)).sum()) if dims.pp > 1 else 0,
             num_trained=int(trained.sum()),
-            root=int(held[~is_block].sum()),
-            trained_root=int(trained[~is_block].sum()),
-            num_blocks=int((held[is_block] > 0).sum()),
-            largest_block=int(held[is_block].max(initial=0)),
-            trained_block=int(trained[is_block].max(initial=0)),
-            num_adapted=int((self.adapted_counts[places] @ whole).sum()),
+            root=int(held[[0, -1]].sum()),
+            trained_root=int(trained[[0, -1]].sum()),
+            num_blocks=int((held[1:-1] > 0).sum()),
+            largest_block=int(held[1:-1].max(initial=0)),
+            trained_block=int(trained[1:-1].max(initial=0)),
+            num_adapted=int((adapted_counts @ whole).sum()),
         )
 
 
@@ -218,7 +230,19 @@ def _place_in(layout: Layout, rank: int) -> tuple[int, int]:
 def _place(param: ParamSpec, num_blocks: int) -> int:
     if param.block is not None:
         return param.block + 1
-    return 0 if param.section == "input" else num_blocks + 1
+    return num_blocks + 1 if param.section == "output" else 0
+
+
+def count_between(counts: IntArray, begin: IntArray, end: IntArray) -> IntArray:
+    """Return the number of parameters from the places ``begin`` to ``end`` of each family: (..., families).
+
+    Args:
+        counts: Number of parameters at each place: (places, families).
+    """
+    before = np.concatenate((np.zeros_like(counts[:1]), np.cumsum(counts, axis=0)))
+    family = np.arange(counts.shape[1])
+    found: IntArray = before[np.maximum(begin, end), family] - before[begin, family]
+    return found
 
 
 def _sizes(shards: Sequence[LocalShard]) -> IntArray:

@@ -48,8 +48,7 @@ class RoleMemory:
         if self.shape is None or self.shape.num_outputs == 1:
             return False
         by_token = [param for param in self.model.params if param.shape[:-1] == (self.shape.num_outputs,)]
-        owners = {owner for _, owner in self.model.aliases}
-        heads = [param for param in by_token if param.section == "output" or param.name in owners]
+        heads = [param for param in by_token if param.section in ("output", "ends")]
         return any(head.tensor_cut is not None and head.tensor_cut.dim == 0 for head in heads)
 
 

@@ -18,7 +18,14 @@ from numpy.typing import NDArray
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import AXES, Layout
 from lightning_realloc.limits import MAX_STAGING_BYTES, PACK_BELOW_BYTES
-from lightning_realloc.tuning.shapes.role_elements import CUTTING_AXES, IntArray, RoleElements, Shards, inside
+from lightning_realloc.tuning.shapes.role_elements import (
+    CUTTING_AXES,
+    IntArray,
+    RoleElements,
+    Shards,
+    count_between,
+    inside,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +66,17 @@ def traffic(
     is_same = after.ranks[reader] == before.ranks[holder]
     needed, kept, near = (np.zeros(len(target.ranks)) for _ in range(3))
     ingress = np.zeros(nodes)
-    shared = _common_places(after, reader, before, holder)
-    for count, (wanted, held) in zip(counts.T, _shards(elements, target, source), strict=True):
-        upto = _parameters_before(count)
+    num_wanted = count_between(counts, after.begin, after.end)
+    num_common = _count_common(counts, after, reader, before, holder)
+    for family, (wanted, held) in enumerate(_shards(elements, target, source)):
         wanted_by, held_by = wanted.number[after.position], held.number[before.position]
-        own = (upto[after.end] - upto[after.begin]) * wanted.sizes[wanted_by]
-        common = (upto[shared[1]] - upto[shared[0]]) * _overlap(wanted, wanted_by[reader], held, held_by[holder])
+        own = num_wanted[:, family] * wanted.sizes[wanted_by]
+        common = num_common[:, family] * _overlap(wanted, wanted_by[reader], held, held_by[holder])
         needed += own
         kept += np.bincount(reader[is_same], weights=common[is_same], minlength=len(needed))
         # Equal shards on a node count once.
-        first_reader, first_holder = after.is_first(wanted_by, after_nodes), before.is_first(held_by, before_nodes)
+        first_reader = after.is_first(wanted_by, after_nodes, family)
+        first_holder = before.is_first(held_by, before_nodes, family)
         found = np.bincount(reader, weights=common * first_holder[holder], minlength=len(needed))
         near += found
         ingress += np.bincount(after_nodes, weights=(own - found) * first_reader, minlength=nodes)
@@ -125,9 +133,9 @@ def _is_apart(pieces: Iterable[tuple[int, ...]], shapes: Iterable[tuple[int, ...
 
 def _count_held(elements: RoleElements, layout: Layout, counts: IntArray) -> IntArray:
     """Return the elements of each family on each rank of a layout: (ranks, families), without padding."""
-    mesh, upto = _Mesh.from_layout(elements, layout), _parameters_before(counts)
+    mesh = _Mesh.from_layout(elements, layout)
     sizes = [shards.sizes[shards.number[mesh.position]] for shards in elements.shards(inside(layout.dims))]
-    held: IntArray = (upto[mesh.end] - upto[mesh.begin]) * np.stack(sizes, axis=1)
+    held: IntArray = count_between(counts, mesh.begin, mesh.end) * np.stack(sizes, axis=1)
     return held
 
 
@@ -138,14 +146,13 @@ def count_lacking(elements: RoleElements, source: Layout, target: Layout, counts
         counts: Number of parameters for each place and family, such as `RoleElements.trained_counts`.
     """
     before, after = _Mesh.from_layout(elements, source), _Mesh.from_layout(elements, target)
-    upto, lacking = _parameters_before(counts), _count_held(elements, target, counts)
+    lacking = _count_held(elements, target, counts)
     _, reader, holder = np.intersect1d(after.ranks, before.ranks, return_indices=True)
-    begin, end = _common_places(after, reader, before, holder)
     overlaps = [
         _overlap(wanted, wanted.number[after.position[reader]], held, held.number[before.position[holder]])
         for wanted, held in _shards(elements, target, source)
     ]
-    lacking[reader] -= (upto[end] - upto[begin]) * np.stack(overlaps, axis=1)
+    lacking[reader] -= _count_common(counts, after, reader, before, holder) * np.stack(overlaps, axis=1)
     return lacking
 
 
@@ -156,9 +163,9 @@ class _Mesh(NamedTuple):
     position: IntArray
     """Position of each rank within its stage and replica."""
     begin: IntArray
-    """First place of each rank's stage."""
+    """First place of each family that each rank's stage holds: (ranks, families)."""
     end: IntArray
-    """One past the last place of each rank's stage."""
+    """One past the last such place."""
 
     @classmethod
     def from_layout(cls, elements: RoleElements, layout: Layout) -> _Mesh:
@@ -169,32 +176,26 @@ class _Mesh(NamedTuple):
             np.ravel_multi_index([along[axis] for axis in axes], [layout.count(axis) for axis in axes])
             for axes in (layout.stage_axes, CUTTING_AXES)
         )
-        places = [elements.places(dims.pp, index) for index in range(dims.pp)]
-        begin, end = np.array([[run.start, run.stop] for run in places])[stage].T
+        begin, end = elements.places(dims.pp)[:, stage]
         return cls(ranks, position, begin, end)
 
-    def is_first(self, shard: IntArray, nodes: IntArray) -> NDArray[np.bool_]:
-        """Return, for each rank, whether it is the first on its node with its stage and its shard."""
-        keys = (nodes * (self.end.max() + 1) + self.begin) * (shard.max() + 1) + shard
+    def is_first(self, shard: IntArray, nodes: IntArray, family: int) -> NDArray[np.bool_]:
+        """Return, for each rank, whether it is the first on its node with its places and its shard of a family."""
+        keys = (nodes * (self.end.max() + 1) + self.begin[:, family]) * (shard.max() + 1) + shard
         _, first = np.unique(keys, return_index=True)
         result = np.zeros(len(self.ranks), dtype=np.bool_)
         result[first] = True
         return result
 
 
-def _parameters_before(counts: IntArray) -> IntArray:
-    """Return the number of parameters before each place, and of all."""
-    return np.concatenate((np.zeros_like(counts[:1]), np.cumsum(counts, axis=0)))
-
-
 def _shards(elements: RoleElements, one: Layout, other: Layout) -> Iterator[tuple[Shards, Shards]]:
     return zip(elements.shards(inside(one.dims)), elements.shards(inside(other.dims)), strict=True)
 
 
-def _common_places(one: _Mesh, ranks: IntArray, other: _Mesh, others: IntArray) -> tuple[IntArray, IntArray]:
-    """Return the first place, and one past the last, that the stages of each pair of ranks share."""
+def _count_common(counts: IntArray, one: _Mesh, ranks: IntArray, other: _Mesh, others: IntArray) -> IntArray:
+    """Return the number of parameters of each family that the stages of each pair of ranks share."""
     begin = np.maximum(one.begin[ranks], other.begin[others])
-    return begin, np.maximum(begin, np.minimum(one.end[ranks], other.end[others]))
+    return count_between(counts, begin, np.minimum(one.end[ranks], other.end[others]))
 
 
 def _neighbours(after: IntArray, before: IntArray, nodes: int) -> tuple[IntArray, IntArray]:

@@ -14,6 +14,7 @@ from lightning_realloc.batch.packing import PackedBatch, pack
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.layout import Layout, ModelLayout
+from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.model.training_mode import enable_activation_checkpointing, set_training_mode
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.model_spec import describe_model
@@ -88,7 +89,7 @@ def move_weights_between_layouts(family: str, pairs: list[tuple[str, str]]) -> l
     }  # fmt: skip
     found = []
     for source_text, target_text in pairs:
-        case = Case(family, source_text, num_layers=4)
+        case = Case(family, source_text, {"tie_word_embeddings": True}, num_layers=4)
         whole, model = case.build(), case.build()
         source, target = (ModelLayout(describe_model(whole), Layout.parse(text)) for text in (source_text, target_text))
         if rank in source.layout:
@@ -140,7 +141,14 @@ class _Pair(Pair):
         found = [] if tuple(names) == self.model_layout.names(self.rank) else [f"parameters {names}"]
         for step in range(2):
             found += [f"step {step}: {difference}" for difference in self._infer() + self._train()]
-        return found
+        return found + self._tied_weights_that_differ()
+
+    def _tied_weights_that_differ(self) -> list[str]:
+        """Return the parameters on several stages whose bits differ after the steps. Collective over the pipeline."""
+        tied = [name for name in self.model_layout.names(self.rank) if len(self.model_layout.stages(name)) > 1]
+        weights = {name: local_tensors(self.model)[name].tolist() for name in tied}
+        found = [theirs for theirs in gather_objects(weights, self.meshes.group(self.layout, "pp")) if theirs]
+        return [] if all(theirs == found[0] for theirs in found) else [f"{tied} differ between stages"]
 
     def _infer(self) -> list[str]:
         self.model.eval()

@@ -41,7 +41,10 @@ def test_parameters_belong_to_the_input_a_block_or_the_output() -> None:
 
 
 def test_a_tied_head_is_an_alias_of_the_embedding() -> None:
-    assert describe_model(tiny_model("qwen2")).aliases == (("lm_head.weight", "model.embed_tokens.weight"),)
+    spec = describe_model(tiny_model("qwen2"))
+
+    assert spec.aliases == (("lm_head.weight", "model.embed_tokens.weight"),)
+    assert spec.param("lm_head.weight").section == "ends"
 
 
 def test_key_value_heads_allow_more_ranks_than_there_are_heads() -> None:

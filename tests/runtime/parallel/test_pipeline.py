@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_realloc.algorithms.base.optimizers import parameters_of
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import Layout, ModelLayout
+from lightning_realloc.runtime.model.structure import tied_names
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.parallel.stage import cut_stage, get_stage_io
 from tests.matrices import few_and_more
-from tests.models import tiny_model
+from tests.models import TIED_FAMILIES, tiny_model
 from tests.runtime.parallel.pipeline_cases import (
     Case,
     move_weights_between_layouts,
@@ -20,6 +22,7 @@ from tests.runtime.parallel.pipeline_cases import (
 )
 from tests.workers import WorkerPool
 
+TIED = {"tie_word_embeddings": True}
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "phi3", "gpt_neox", "gpt2")
 
 
@@ -31,7 +34,7 @@ def _assert_nothing_differs(answers: list[dict[str, list[str]]]) -> None:
 
 
 def test_two_stages_of_every_family_equal_one_process(workers: WorkerPool) -> None:
-    cases = [Case(family, "pp2@0-1") for family in FAMILIES]
+    cases = [Case(family, "pp2@0-1", TIED if family in TIED_FAMILIES else {}) for family in FAMILIES]
 
     _assert_nothing_differs(workers.run(pipeline_beside_the_reference, cases, world_size=2, deadline_s=170.0))
 
@@ -40,13 +43,16 @@ def test_two_stages_of_every_family_equal_one_process(workers: WorkerPool) -> No
     [
         Case("gpt2", "pp4@2,0,3,1", num_layers=4),
         Case("gpt_neox", "pp2.fsdp2@3,1,2,0", num_layers=3),
-        Case("gemma", "pp2.tp2"),
+        Case("gemma", "pp2.tp2", TIED),
+        Case("qwen2", "pp2.fsdp2", TIED, num_micro_batches=1),
         Case("phi3", "pp2.dp2"),
     ],
     [
         Case("llama", "pp4", num_layers=5),
         Case("llama", "pp2.fsdp2"),
         Case("qwen3", "pp2.tp2"),
+        *(Case(family, f"pp2.{axis}2", TIED) for family in ("llama", "qwen2") for axis in ("dp", "fsdp", "tp")),
+        Case("gpt2", "pp3.fsdp1@2,0,3", TIED, num_layers=3),
     ],
 )
 def test_pipelines_compose_with_every_other_axis(workers: WorkerPool, cases: list[Case]) -> None:
@@ -86,7 +92,7 @@ def test_critics_adapters_and_recomputed_activations_equal_one_process(workers: 
 def test_weights_move_between_stages_and_other_layouts_bit_for_bit(workers: WorkerPool) -> None:
     pairs = [("pp2@0-1", "dp2@0-1"), ("pp2.fsdp2", "dp2.tp2"), ("pp4", "tp2@2-3"), ("pp2.tp2", "pp4@3,2,1,0")]
 
-    assert workers.run(move_weights_between_layouts, "llama", pairs) == [[]] * 4
+    assert workers.run(move_weights_between_layouts, "qwen2", pairs) == [[]] * 4
 
 
 def _stage(model: nn.Module, index: int, layout: str = "pp2") -> nn.Module:
@@ -104,6 +110,14 @@ def test_a_stage_keeps_names_indices_and_buffers_of_the_whole_model() -> None:
         assert [name for name, _ in stage.named_buffers()] == [name for name, _ in whole.named_buffers()]
         assert len(stage.model.layers) == 2
     assert stages[1].model.layers[1].self_attn.layer_idx == 1
+
+
+def test_both_stages_of_tied_embeddings_hold_them_as_embeddings_and_head() -> None:
+    for rank in (0, 1):
+        stage = _stage(tiny_model("gemma"), rank)
+        assert tied_names(stage)["model.embed_tokens.weight"] == ("model.embed_tokens.weight", "lm_head.weight")
+        (spared,) = parameters_of(stage, ["embeddings"])  # optimizers group them alike, so that copies stay equal
+        assert spared is stage.lm_head.weight
 
 
 def _frozen_first_block(model: nn.Module) -> None:
@@ -137,9 +151,7 @@ def test_models_that_cannot_be_divided_are_refused_on_every_rank(
             _stage(model, rank)
 
 
-def test_ties_across_stages_and_too_few_blocks_are_refused_by_the_layout() -> None:
-    with pytest.raises(LayoutError, match=r"pp=2 would put 'lm_head.weight' and 'model.embed_tokens.weight'.*untie"):
-        ModelLayout(describe_model(tiny_model("qwen2")), Layout.parse("pp2"))
+def test_too_few_blocks_are_refused_by_the_layout() -> None:
     with pytest.raises(LayoutError, match="pp=3 needs at least one block per stage but the model has 2 blocks"):
         ModelLayout(describe_model(tiny_model("llama")), Layout.parse("pp3"))
 

@@ -63,7 +63,7 @@ def _read_all(roles: list[Role], layouts: list[str]) -> dict[str, dict[str, bool
         model = describe_model(whole)
         for text, layout in placed.items():
             deferred = role.build(seed=5, deferred=True)
-            if not (layout.dims.pp > 1 and role.name == "tied") and dist.get_rank() in layout:
+            if dist.get_rank() in layout:
                 facts[text] |= _read(role.name, deferred, whole, ModelLayout(model, layout), meshes)
     return facts
 

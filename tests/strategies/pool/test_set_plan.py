@@ -16,6 +16,7 @@ from lightning_realloc.callbacks.phase import PhaseCallback
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.strategies import ReallocStrategy
+from tests.models import tiny_model
 from tests.strategies import runs
 from tests.strategies.runs import Batches, Outcome, calls
 from tests.strategies.test_realloc import on_ranks
@@ -51,11 +52,11 @@ class Move(Callback):
 
 
 def run_sft(moves: Sequence[Mapping[int, Any]], settings: dict[str, Any], batches: Batches) -> list[Outcome]:
-    """Train with AdamW, a schedule, and changing plans; without changes under one plan for all ranks."""
+    """Train tied weights with AdamW, a schedule, and changing plans; without changes under one plan for all ranks."""
     optimizer = partial(AdamW, lr=1e-2, eps=1e-4)  # with the default eps the last bit of a tiny gradient decides
     return [
         runs.train(
-            runs.sft(optimizer=optimizer, **settings),
+            runs.sft(actor=tiny_model("qwen2"), optimizer=optimizer, **settings),
             # With other settings, metrics of only some ranks are logged an iteration late.
             ReallocStrategy(calls(actor_train="fsdp4") if plans else "static", overlap="calls"),
             runs.world_size(),

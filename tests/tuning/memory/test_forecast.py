@@ -23,7 +23,7 @@ from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 # 4000 elements: an embedding of 1000, three blocks of 1000 each; the head is tied.
 SPEC = ModelSpec(
     (
-        ParamSpec("embed", (100, 10), section="input"),
+        ParamSpec("embed", (100, 10), section="ends"),
         *(ParamSpec(f"block.{i}", (100, 10), sharded(TensorParallelCut(0)), block=i) for i in range(3)),
     ),
     num_blocks=3,
@@ -198,22 +198,24 @@ def test_several_micro_batches_keep_whole_gradients_until_the_last() -> None:
 
 def _logits_bytes(call: str, head: ParamSpec | None, layout: str, response_tokens: int = 100) -> int:
     """Return the bytes of logits for eight responses and a vocabulary of 10,000; ``head`` None ties the head."""
-    embedding = ParamSpec("embed", (10_000, 10), sharded(TensorParallelCut(0)), section="input")
+    section = "ends" if head is None else "input"
+    embedding = ParamSpec("embed", (10_000, 10), sharded(TensorParallelCut(0)), section)
     params = (embedding, *SPEC.params[1:], *([] if head is None else [head]))
-    model = ModelSpec(params, num_blocks=3, aliases=(("head", "embed"),) if head is None else ())
+    model = ModelSpec(params, num_blocks=3)
     role = RoleMemory(model=model, shape=replace(SHAPE, num_outputs=10_000))
     load = Workload(num_sequences=8, prompt_tokens=1, response_tokens=response_tokens, micro_batch_tokens=1 << 20)
     return forecast(plan(layout, layout, layout), load, {"actor": role, "reference": role}).at(call, 0).logits
 
 
 def test_a_stage_keeps_as_many_micro_batches_as_there_are_stages_from_it_on() -> None:
-    untied = RoleMemory(model=ModelSpec(SPEC.params, num_blocks=3), shape=SHAPE)
     load = Workload(num_sequences=8, prompt_tokens=900, response_tokens=100, micro_batch_tokens=1000)
-    found = forecast(plan("dp1", "dp1", "pp3@0-2"), load, {"actor": untied, "reference": untied})
+    found = forecast(plan("dp1", "dp1", "pp3@0-2"), load)
     # One block each, in fp32.
     kept, backward = 1000 * SHAPE.saved_bytes(1, 4), 1000 * 4 * SHAPE.backward_elements(1)
     assert found.at("actor.train", 0).activations == 3 * kept + backward
     assert found.at("actor.train", 1).activations == 2 * kept + backward
+    # The first and the last stage hold the tied embedding. Rank 0 has the reference, too.
+    assert [found.at("actor.train", rank).weights for rank in range(3)] == [4 * (2000 + 4000), 4 * 1000, 4 * 2000]
 
 
 def test_logits_divided_among_ranks_count_on_each_of_them() -> None:

@@ -24,7 +24,8 @@ ADAPTED = with_adapters(role_of(SMALL), rank=6)
 """FSDP over four and eight ranks pads its adapters' six rows."""
 MIXTURE = role_of(SMALL.replace("intermediate=128", "intermediate=32") + ",experts=6,experts_per_token=2")
 """FSDP chunks its experts: of four ranks the last one has none, of eight the last two."""
-ROLES = st.sampled_from((DECODER, UNEVEN, BIASED, ADAPTED, MIXTURE))
+TIED = role_of(SMALL + ",tied")
+ROLES = st.sampled_from((DECODER, UNEVEN, BIASED, ADAPTED, MIXTURE, TIED))
 DEGREES = (1, 2, 4, 8)
 
 
