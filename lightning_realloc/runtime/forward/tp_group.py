@@ -14,29 +14,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import chunk_bounds
 from lightning_realloc.limits import GATHERED_SUM_BYTES
+from lightning_realloc.runtime.forward.peer_group import PeerGroup, SumOverRanks
 
 if TYPE_CHECKING:
     from lightning_realloc.runtime.transfer.collectives import SharedMemoryAllReduce
 
-_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Gathers tensors of equal size into one; torch 2.13 deprecates its old name, ``all_gather_into_tensor``."""
 
-
-class TensorParallelGroup:
+class TensorParallelGroup(PeerGroup):
     """The ranks that share one replica of the weights, in the layout's order."""
 
     def __init__(self, process_group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int) -> None:
-        if tuple(dist.get_process_group_ranks(process_group)) != ranks:
-            raise LayoutError(
-                f"the process group lists ranks {tuple(dist.get_process_group_ranks(process_group))} and the layout "
-                f"{ranks}; create it with MeshRegistry, which keeps the layout's order"
-            )
-        self.process_group = process_group
-        self.size = len(ranks)
-        self.index = ranks.index(rank)
+        super().__init__(process_group, ranks, rank)
         self.inference_sum: SharedMemoryAllReduce | None = None
         """Faster sum without gradients, for the tensors that it accepts. Set it on all ranks or on none."""
         self.shared_copy: tuple[Tensor, int, Tensor] | None = None
@@ -49,17 +39,6 @@ class TensorParallelGroup:
         """Whether collectives run in the order of the device's work, as NCCL's do, and can be part of a CUDA graph."""
         return dist.get_backend(self.process_group) == "nccl"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelGroup:
-        return self  # a copy of the model has the same peers
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over the ranks, bitwise equal on all; leaves ``tensor`` unchanged."""
-        if tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= GATHERED_SUM_BYTES:
-            return self.gather(tensor).sum(0)
-        total = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=self.process_group)
-        return total
-
     def sum_without_gradient(self, tensor: Tensor) -> Tensor:
         """Return the sum over the ranks by the fastest method available; may overwrite ``tensor``."""
         if self.inference_sum is not None and self.inference_sum.accepts(tensor):
@@ -69,12 +48,6 @@ class TensorParallelGroup:
         tensor = tensor.contiguous()
         dist.all_reduce(tensor, group=self.process_group)
         return tensor
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        """Return the tensors of all ranks, which have one shape, stacked along a new first dim."""
-        gathered = tensor.new_empty(self.size * tensor.numel())
-        _all_gather_single(gathered, tensor.contiguous().view(-1), group=self.process_group)
-        return gathered.view(self.size, *tensor.shape)
 
     def largest(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """Return the largest value over the ranks of each number; ranks with more heads hold larger caches."""
@@ -125,7 +98,7 @@ def sum_from_ranks(tensor: Tensor, group: TensorParallelGroup) -> Tensor:
     group.shared_copy = None  # the layers that shared it have run: free the graph
     if not torch.is_grad_enabled():
         return group.sum_without_gradient(tensor)
-    return cast(Tensor, _Sum.apply(tensor, group))
+    return cast(Tensor, SumOverRanks.apply(tensor, group))
 
 
 def gather_last_dim(tensor: Tensor, group: TensorParallelGroup, width: int) -> Tensor:
@@ -162,16 +135,6 @@ class _SumGradient(torch.autograd.Function):
         if ctx.count == group.size:
             return group.sum(gradient), None, None, None
         return group.gather(gradient)[ctx.first : ctx.first + ctx.count].sum(0), None, None, None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: TensorParallelGroup) -> Tensor:
-        return group.sum(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return gradients[0], None
 
 
 class _GatherLastDim(torch.autograd.Function):
