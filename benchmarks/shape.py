@@ -35,7 +35,7 @@ BANNED_START = re.compile(r"Of |Return (what|who|where)\b")
 ENGINE = re.compile(r"engine\b.* (==|!=|in) .*'(native|hf|vllm)'")
 PROMPT_TOKENS = re.compile(r"tuple\([\w.]*\bprompt\)$|.*\.ragged\('prompt_ids'\)\.(split|to_lists)\(\)$")
 """Token ids of prompts taken as values to compare; ``prompt_key`` is what identifies a prompt."""
-AXES = ("dp", "fsdp", "tp", "pp")
+AXES = ("dp", "fsdp", "cp", "tp", "pp")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 HINTS = {
     "files_per_folder": "move some files into a sub-package",

@@ -33,7 +33,12 @@ from lightning_realloc.errors import ConfigError, require_choice
 from lightning_realloc.generation import SamplingParams
 from lightning_realloc.runtime.forward.divergence import TeacherHead, TeacherTokens, vocabulary_divergence
 from lightning_realloc.runtime.model.recorded_init import weight_values
-from lightning_realloc.runtime.parallel.packed_forward import predicting_logits, predicting_states
+from lightning_realloc.runtime.parallel.packed_forward import (
+    own_targets,
+    predicting_logits,
+    predicting_states,
+    scatter_values,
+)
 
 DistillationDivergence = Literal["sampled", "reverse_kl", "forward_kl", "js"]
 _CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -159,13 +164,13 @@ class OnPolicyDistillation(PolicyModule):
     def _whole(self, actor: nn.Module, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the (N,) divergences over the whole vocabulary, zero outside responses."""
         assert self.divergence != "sampled" and self._head is not None, "the head was kept by configure_model"
-        targets = batch.counted_places
+        targets = own_targets(actor, batch, batch.counted_places)
         logits = predicting_logits(actor, batch, targets)
         teacher = TeacherTokens(batch["teacher_states"][targets].to(logits.device, logits.dtype), self._head)
         found = vocabulary_divergence(
             logits, teacher, divergence=self.divergence, mix=self.mix, temperature=self.sampling.temperature
         )
-        values = found.new_zeros(batch.num_tokens).index_copy(0, targets, found)
+        values = scatter_values(actor, batch, targets, found)
         return values, {self.divergence: values}
 
     # ---- metrics and checks

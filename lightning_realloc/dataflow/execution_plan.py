@@ -236,8 +236,8 @@ class ExecutionPlan:
 
         Raises:
             PlanError: for a call without a layout, a layout without a call, a rank beyond ``world_size``, an unused
-                rank, an option that does not apply to its call, a generating call with ``pp > 1``, or with partners and
-                ``fsdp > 1``, or an entry of ``offload`` that cannot be offloaded.
+                rank, an option that does not apply to its call, a generating call with ``pp > 1`` or ``cp > 1``,
+                or with partners and ``fsdp > 1``, or an entry of ``offload`` that cannot be offloaded.
         """
         wanted = {call.name for call in dataflow.model_calls}
         given = {name for name, _ in self.calls}
@@ -260,10 +260,11 @@ class ExecutionPlan:
                 raise PlanError(
                     f"calls.{name}: {option} applies only to calls that {' or '.join(_OPTIONS_OF[option])}; remove it"
                 )
-            if plan.layout.dims.pp > 1 and call.kind == "generate":
+            axis = plan.layout.axis_without_generation
+            if axis is not None and call.kind == "generate":
                 raise PlanError(
-                    f"calls.{name}: layout {plan.layout} has pp={plan.layout.dims.pp}, so every token would pass "
-                    f"through all stages in turn; train and infer with pp, generate with tp, dp or fsdp"
+                    f"calls.{name}: layout {plan.layout} has {axis}={plan.layout.count(axis)}, and generation runs one "
+                    f"token of a row at a time; train and infer with {axis}, generate with tp, dp or fsdp"
                 )
             if plan.layout.is_sharded and call.partners:
                 raise PlanError(

@@ -22,6 +22,7 @@ class Coordinate(NamedTuple):
     pp: int = 0
     dp: int = 0
     fsdp: int = 0
+    cp: int = 0
     tp: int = 0
 
 
@@ -57,6 +58,8 @@ class ParallelDims:
     """Number of data-parallel replicas."""
     fsdp: int = 1
     """Number of FSDP shards: chunks of dim 0 of every (tensor-parallel) local tensor, gathered for use."""
+    cp: int = 1
+    """Number of context-parallel ranks that divide the tokens of each row, and hold the same weights."""
     tp: int = 1
     """Number of tensor-parallel ranks that share the weights of each layer."""
 
@@ -109,7 +112,7 @@ class Layout:
 
     >>> layout = Layout.parse("fsdp2.tp2@4-7")
     >>> layout.coordinate(6)
-    Coordinate(pp=0, dp=0, fsdp=1, tp=0)
+    Coordinate(pp=0, dp=0, fsdp=1, cp=0, tp=0)
     >>> layout.group(6, "tp")
     (6, 7)
     """
@@ -118,7 +121,9 @@ class Layout:
     """Axes along which ranks hold other parameters, and work on the same samples one after the other."""
     batch_axes: ClassVar[tuple[str, ...]] = ("dp", "fsdp")
     """Axes over which samples are divided."""
-    replica_axes: ClassVar[tuple[str, ...]] = ("dp",)
+    token_axes: ClassVar[tuple[str, ...]] = ("cp",)
+    """Axes along which ranks have the same samples and weights, and each runs layers on other tokens of every row."""
+    replica_axes: ClassVar[tuple[str, ...]] = ("dp", "cp")
     """Axes along which ranks hold the same weights, and gradients of other tokens, which FSDP averages."""
     shard_axes: ClassVar[tuple[str, ...]] = ("fsdp",)
     """Axes along which FSDP shards weights, and gathers them for use."""
@@ -230,6 +235,11 @@ class Layout:
     def has_replicas(self) -> bool:
         """Whether several ranks hold the same weights, and average their gradients."""
         return self.count(*self.replica_axes) > 1
+
+    @property
+    def axis_without_generation(self) -> str | None:
+        """First axis of several ranks along which no call can generate; None if there is none."""
+        return next((axis for axis in (*self.stage_axes, *self.token_axes) if self.count(axis) > 1), None)
 
     @property
     def data_parallel_size(self) -> int:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Literal, get_args
 
 from lightning_realloc.errors import LayoutError
-from lightning_realloc.layout.cuts import Cut, FsdpCut, TensorParallelCut, share_bounds
+from lightning_realloc.layout.cuts import Cut, FsdpCut, TensorParallelCut, head_bounds, share_bounds
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.sharding import LocalShard, Piece, local_shard
 
@@ -91,6 +91,8 @@ class ModelSpec:
     """(tied name, owner name) pairs. A tied name shares the owner's parameter and is not listed in ``params``."""
     tp_refusal: str | None = None
     """Reason why tp > 1 is impossible for this model; None when it is possible."""
+    attention_heads: tuple[tuple[int, int], ...] = ()
+    """Numbers of query and key-value heads of the kinds of attention layers; empty if they are unknown."""
     _by_name: dict[str, ParamSpec] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -122,6 +124,12 @@ class ModelSpec:
         """Return the tp degrees up to ``limit`` that every parameter allows."""
         return (1,) if self.tp_refusal is not None else self.allowed_counts(TensorParallelCut.axes, limit)
 
+    def context_parallel_degrees(self, tp: int) -> tuple[int, ...]:
+        """Return the cp degrees that divide the query heads of each of ``tp`` ranks, or 1 if no heads are known."""
+        bounds = [head_bounds(*heads, tp, index) for heads in self.attention_heads for index in range(tp)]
+        most = math.gcd(*(stop - start for start, stop in bounds))
+        return tuple(cp for cp in range(1, max(1, most) + 1) if most % cp == 0)
+
     def allowed_counts(self, axes: tuple[str, ...], limit: int) -> tuple[int, ...]:
         """Return the numbers of ranks along ``axes``, up to ``limit``, that can divide every parameter they cut."""
         cuts = {(cut, param.shape) for param in self.params for cut in param.cuts if cut.axes == axes}
@@ -147,6 +155,7 @@ class ModelLayout:
         if tp > 1 and self.model.tp_refusal is not None:
             raise LayoutError(f"tp={tp} is impossible for this model: {self.model.tp_refusal}; use tp=1")
         self._check_cuts()
+        self._check_tokens(tp)
         self._check_pipeline()
 
     def cut_dims(self) -> dict[str, set[int]]:
@@ -234,6 +243,17 @@ class ModelLayout:
                 if rule is not None:
                     largest = self.model.allowed_counts(cut.axes, count)[-1]
                     raise LayoutError(f"{param.name}: {rule}; use {'*'.join(cut.axes)}={largest}")
+
+    def _check_tokens(self, tp: int) -> None:
+        cp = self.layout.count(*Layout.token_axes)
+        if cp == 1 or not self.model.attention_heads:
+            return
+        degrees = self.model.context_parallel_degrees(tp)
+        if cp not in degrees:
+            raise LayoutError(
+                f"cp={cp} must divide the query heads of every tensor-parallel rank (query and key-value heads "
+                f"{', '.join(map(str, self.model.attention_heads))}, tp={tp}); use cp in {degrees}"
+            )
 
     def _check_pipeline(self) -> None:
         pp = self.layout.dims.pp

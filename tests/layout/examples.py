@@ -63,7 +63,7 @@ def llama_spec(*, width: int, inner: int, layers: int, vocab: int, heads: int, k
         ]
     params.append(ParamSpec("model.norm.weight", (width,), section="output"))
     params.append(ParamSpec("lm_head.weight", (vocab, width), sharded(rows), "output"))
-    return ModelSpec(tuple(params), layers)
+    return ModelSpec(tuple(params), layers, attention_heads=((heads, kv_heads),))
 
 
 LLAMA_7B = llama_spec(width=4096, inner=11008, layers=32, vocab=32000, heads=32, kv_heads=32)
@@ -125,12 +125,13 @@ def models(draw: st.DrawFn) -> ModelSpec:
 def layouts(draw: st.DrawFn) -> Layout:
     """Draw degrees, of which models with fused heads refuse tp=3, over any ordered ranks below ``WORLD_SIZE``."""
     options = [
-        ParallelDims(pp=pp, dp=dp, fsdp=fsdp, tp=tp)
+        ParallelDims(pp=pp, dp=dp, fsdp=fsdp, cp=cp, tp=tp)
         for pp in (1, 2)
         for dp in (1, 2, 3)
         for fsdp in (1, 2, 3, 4)
+        for cp in (1, 2)
         for tp in (1, 2, 3, 4)
-        if pp * dp * fsdp * tp <= WORLD_SIZE
+        if pp * dp * fsdp * cp * tp <= WORLD_SIZE
     ]
     dims = draw(st.sampled_from(options))
     ranks = draw(st.permutations(range(WORLD_SIZE)))

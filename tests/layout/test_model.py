@@ -23,7 +23,7 @@ from lightning_realloc.layout import (
 )
 from tests.layout.examples import SMALL, layout_pairs
 
-AXES_THAT_RUN = ("pp", "dp", "fsdp", "tp")
+AXES_THAT_RUN = ("pp", "dp", "fsdp", "cp", "tp")
 """Axes along which models run. All others exist in texts alone."""
 
 
@@ -42,6 +42,14 @@ def test_an_axis_runs_or_is_refused(axis: str) -> None:
             f"ModelLayout must refuse {axis}=2 until models run along {axis}; see 'Add an axis to layouts' in "
             f"CONTRIBUTING.md"
         )
+
+
+@pytest.mark.parametrize("text", ["cp8", "cp3", "cp2.tp4"])
+def test_ranks_that_divide_rows_divide_the_query_heads_of_a_rank(text: str) -> None:
+    legal = {"tp4": r"\(1,\)"}.get(text.partition(".")[2], r"\(1, 2, 4\)")
+    with pytest.raises(LayoutError, match=rf"must divide the query heads .*use cp in {legal}"):
+        lay(text)
+    lay("cp2.tp2")
 
 
 def test_stages_are_contiguous_runs_of_blocks_and_not_empty() -> None:

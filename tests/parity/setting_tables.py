@@ -28,7 +28,7 @@ _CODE = re.compile(
     r"|\b\w+: (?:true\b|\[[^]]*\])|(?<=module's )\w+|'[^' ]+'"
     r"|\b[a-zA-Z0-9]+(?:_[a-zA-Z0-9]+)+\b|\b[A-Z][a-zA-Z]*[a-z][A-Z]\w+\b"  # snake case, camel case
     r"|\b(?:actor|critic|reference|reward)\.\w+|\bmodel\.\*"
-    r"|\b(?:fsdp|dp)\d+(?:\.(?:fsdp|tp)\d+)?(?:@\d+-\d+)?\b"
+    r"|\b(?:fsdp|dp)\d+(?:\.(?:fsdp|cp|tp)\d+)?(?:@\d+-\d+)?\b"
 )
 _PLAIN = frozenset({"DistributedDataParallel"})
 

@@ -17,7 +17,7 @@ from tests.workers import WorkerPool
 
 LOSS_TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 2e-6
-TRAINING_LAYOUTS = ("tp4", "dp2.fsdp2")
+TRAINING_LAYOUTS = ("tp4", "dp2.fsdp2", "fsdp2.cp2")
 """Of SFT on four ranks; the tests below train it in others."""
 GRPO_PLANS = [
     ("fsdp4", "dp2.tp2"), ("tp4", "dp2.tp2"), ("fsdp2.tp2", "dp4"), ("dp2.tp2", "tp2@2-3"), ("dp4", "fsdp4"),

@@ -28,6 +28,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.runtime.forward.token_group import (
+    TokenGroup,
+    own_tokens,
+    refuse_undivided,
+    token_group,
+    whole_rows,
+)
 from lightning_realloc.runtime.forward.varlen import attend_varlen, can_attend_varlen
 from lightning_realloc.runtime.model.batching_limits import (
     PLAIN_LAYERS,
@@ -72,6 +79,10 @@ class Segments:
     """(B + 1,) int32 cumulative lengths on the model's device."""
     shared: tuple[int, ...]
     """Shared prompt tokens that each sequence sees. The last sequence before it with a 0 here holds them."""
+    tokens: TokenGroup | None = None
+    """Ranks that divide the tokens of the row; None: the model runs on all of them."""
+    row: Tensor | None = None
+    """(1, N) token ids of the whole row, by which a pipeline's stage knows its micro-batch."""
     masks: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
     """Additive masks, made once for all layers."""
 
@@ -147,20 +158,23 @@ def install_packed_attention(model: nn.Module) -> None:
 
 @contextmanager
 def packed_attention(model: nn.Module, packed: PackedBatch) -> Iterator[dict[str, Any]]:
-    """Yield the keyword arguments for calling ``model`` on this pack inside the block."""
+    """Yield the keyword arguments for calling ``model`` on this pack, or on this rank's slice, inside the block."""
     install_packed_attention(model)
     hf_model = transformers_model(model)
+    tokens = token_group(hf_model)
     _refuse_mixed_rotations(hf_model, packed)
+    if tokens is not None:
+        refuse_undivided(hf_model, packed, tokens)
     if packed.extras:
         check_extra_inputs(hf_model, packed.extras)
     token = _in_packed_forward.set(True)
     hf_model.config._attn_implementation = ATTENTION_OF_PACKS
     try:
         yield {
-            "input_ids": packed.input_ids,
-            "position_ids": packed.position_ids,
+            "input_ids": packed.input_ids if tokens is None else tokens.cut(packed.input_ids[0])[None],
+            "position_ids": packed.position_ids if tokens is None else tokens.cut(packed.position_ids[0])[None],
             "use_cache": False,
-            "packed_segments": Segments(packed.lengths, packed.cu_seqlens, packed.shared),
+            "packed_segments": Segments(packed.lengths, packed.cu_seqlens, packed.shared, tokens, packed.input_ids),
             **packed.extras,
         }
     finally:
@@ -272,12 +286,13 @@ def segment_attention(
             f"{type(module).__name__} attends to later tokens, so its prompt states depend on the response and "
             f"responses cannot share them; set share_prompts=False on the algorithm"
         )
-    if is_causal and dropout == 0.0 and not any(packed_segments.shared) and can_attend_varlen(query, value):
-        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        lengths, longest = packed_segments.cu_seqlens, max(packed_segments.lengths)
-        return attend_varlen(q, k, v, lengths, longest, scaling=scaling, window=sliding_window)[None], None
     settings = _Attention(is_causal, scaling, dropout, sliding_window)
-    return _attend_by_segment(query, key, value, packed_segments, settings), None
+    tokens = packed_segments.tokens
+    if tokens is None:
+        return _attend(query, key, value, packed_segments, settings), None
+    size, heads = sum(packed_segments.lengths), query.shape[1]
+    query, key, value = (whole_rows(states, tokens, size, num_queries=heads) for states in (query, key, value))
+    return own_tokens(_attend(query, key, value, packed_segments, settings), tokens), None
 
 
 def _refuse_masked_window(module: nn.Module, segments: Segments) -> None:
@@ -298,6 +313,16 @@ class _Attention:
     scaling: float | None
     dropout: float
     sliding_window: int | None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, settings: _Attention) -> Tensor:
+    """Attend on whole rows: (1, H, N, D) -> (1, N, H, D)."""
+    is_plain = settings.is_causal and settings.dropout == 0.0 and not any(segments.shared)
+    if not is_plain or not can_attend_varlen(query, value):
+        return _attend_by_segment(query, key, value, segments, settings)
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    longest, window = max(segments.lengths), settings.sliding_window
+    return attend_varlen(q, k, v, segments.cu_seqlens, longest, scaling=settings.scaling, window=window)[None]
 
 
 def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, settings: _Attention) -> Tensor:

@@ -96,13 +96,18 @@ class MeshRegistry:
         """Return the group of `Layout.tensor_group`, as `group` does."""
         return self.group(layout, *layout.tensor_axes)
 
+    def token_group(self, layout: Layout) -> dist.ProcessGroup | None:
+        """Return the group along `Layout.token_axes`, as `group` does."""
+        return self.group(layout, *layout.token_axes)
+
     def fsdp_mesh(self, layout: Layout) -> DeviceMesh:
         """Return the mesh over which FSDP shards this rank's stage and tensor-parallel slice of the model.
 
-        Its dims are ("fsdp",), or ("dp", "fsdp") if shards are replicated. Raises LayoutError if ``dp * fsdp`` is 1.
+        Its dims are those of `Layout.shard_axes`, after those of `Layout.replica_axes` if shards are replicated. Raises
+        LayoutError if there are neither shards nor replicas.
         """
         if not (layout.is_sharded or layout.has_replicas):
-            raise LayoutError(f"layout {layout} has dp=1 and fsdp=1, so there is nothing to shard; do not wrap it")
+            raise LayoutError(f"layout {layout} has one copy of its weights and no shards; do not wrap it")
         replicas = layout.group(self.rank, *layout.replica_axes)
         rows = tuple(layout.group(rank, *layout.shard_axes) for rank in replicas)
         if rows not in self._meshes:

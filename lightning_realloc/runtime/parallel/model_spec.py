@@ -15,7 +15,7 @@ from lightning_realloc.layout import ModelSpec, ParamSpec, sharded
 from lightning_realloc.layout.model import Section
 from lightning_realloc.runtime.model.structure import find_blocks, tied_names
 from lightning_realloc.runtime.parallel.tp_check import find_mixed_features
-from lightning_realloc.runtime.parallel.tp_plan import read_tp_plan
+from lightning_realloc.runtime.parallel.tp_plan import count_heads, read_tp_plan
 
 MAX_TENSOR_PARALLEL = 64
 """Largest degree at which ranks are checked to work apart. Slices are smallest at the largest degree."""
@@ -53,7 +53,7 @@ def describe_model(
         cuts = sharded(plan.cuts.get(name))
         params.append(ParamSpec(name, tuple(model.get_parameter(name).shape), cuts, section, block))
     aliases = tuple((name, owner) for owner, names in owners.items() for name in names[1:])
-    spec = ModelSpec(tuple(params), len(blocks), aliases, plan.refusal)
+    spec = ModelSpec(tuple(params), len(blocks), aliases, plan.refusal, count_heads(model, plan))
     most_ranks = spec.tensor_parallel_degrees(max_tp)[-1]
     mixed = find_mixed_features(model, plan, most_ranks) if most_ranks > 1 else None
     return replace(spec, tp_refusal=spec.tp_refusal or mixed)

@@ -19,6 +19,7 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.limits import is_tiled
 from lightning_realloc.runtime.forward.packed_attention import packed_attention, transformers_model
 from lightning_realloc.runtime.forward.tiled_logits import deferred_head, select_rows
+from lightning_realloc.runtime.forward.token_group import join_slices, sum_values, token_group
 from lightning_realloc.runtime.forward.token_logprobs import TokenStatistics, collision_logprobs, selected_logprobs
 from lightning_realloc.runtime.parallel.tensor_parallel import num_vocabulary_shards, vocab_parallel_output
 
@@ -27,12 +28,13 @@ def packed_logits(model: nn.Module, packed: PackedBatch) -> Tensor:
     """Return the (N, V) logits of a language model, or the (N, labels) scores of a token classifier."""
     with packed_attention(model, packed) as inputs:
         logits: Tensor = model(**inputs).logits
-    if logits.shape[:2] != packed.input_ids.shape:
+    if logits.shape[:2] != inputs["input_ids"].shape:
         raise ConfigError(
             f"a packed forward pass needs a value per token; {type(transformers_model(model)).__name__} gave "
-            f"{tuple(logits.shape)} for {packed.num_tokens} tokens; use a language model or token classification head"
+            f"{tuple(logits.shape)} for {inputs['input_ids'].shape[1]} tokens; use a language model or token "
+            f"classification head"
         )
-    return logits[0]
+    return _joined(model, logits[0], packed)
 
 
 def sequence_scores(model: nn.Module, packed: PackedBatch) -> Tensor:
@@ -53,12 +55,13 @@ def sequence_scores(model: nn.Module, packed: PackedBatch) -> Tensor:
             model(**inputs)
     finally:
         handle.remove()
-    if len(seen) != 1 or seen[0].shape != (1, packed.num_tokens, 1):
+    num_tokens = inputs["input_ids"].shape[1]
+    if len(seen) != 1 or seen[0].shape != (1, num_tokens, 1):
         raise ConfigError(
             f"{type(transformers_model(model)).__name__} scored {[tuple(scores.shape) for scores in seen]} and not "
-            f"each of {packed.num_tokens} tokens once; use a model of AutoModelForSequenceClassification, num_labels=1"
+            f"each of {num_tokens} tokens once; use a model of AutoModelForSequenceClassification, num_labels=1"
         )
-    return seen[0][0, packed.cu_seqlens[1:].long() - 1, 0]
+    return _joined(model, seen[0][0], packed)[packed.cu_seqlens[1:].long() - 1, 0]
 
 
 def token_logprobs(
@@ -80,24 +83,47 @@ def token_logprobs(
         with_entropy: Whether to also return the entropy (nats) of each token's distribution.
         with_collision: Whether to also return the log-probability that two draws from it are equal.
     """
-    targets = packed.counted_places if only_responses else packed.predicted_places
+    targets = own_targets(model, packed, packed.counted_places if only_responses else packed.predicted_places)
     logits = predicting_logits(model, packed, targets)
     chosen = selected_logprobs(logits, packed.input_ids[0, targets], temperature=temperature, with_entropy=with_entropy)
     collision = collision_logprobs(logits, temperature=temperature) if with_collision else None
-    logprobs = _scattered(chosen.logprobs, targets, packed.num_tokens)
-    optional = (None if v is None else _scattered(v, targets, packed.num_tokens) for v in (chosen.entropy, collision))
+    found = (chosen.logprobs, chosen.entropy, collision)
+    logprobs, *optional = (None if v is None else scatter_values(model, packed, targets, v) for v in found)
+    assert logprobs is not None, "they are always computed"
     return TokenStatistics(logprobs, *optional)
 
 
+def own_targets(model: nn.Module, packed: PackedBatch, targets: Tensor) -> Tensor:
+    """Return the (K,) positions ``targets`` of tokens, without those that other context-parallel ranks predict."""
+    tokens = token_group(transformers_model(model))
+    # A rank waits here for its device once per pack: only there is it known how many tokens the rank predicts.
+    return targets if tokens is None else targets[tokens.own(packed.predecessors[targets], packed.num_tokens)]
+
+
+def scatter_values(model: nn.Module, packed: PackedBatch, targets: Tensor, values: Tensor) -> Tensor:
+    """Return (N,) values from those of the tokens at (K,) `own_targets`, of all ranks; zero elsewhere."""
+    tokens = token_group(transformers_model(model))
+    row = values.new_zeros(packed.num_tokens).index_copy(0, targets, values)
+    return row if tokens is None else sum_values(row, tokens)
+
+
+def _joined(model: nn.Module, values: Tensor, packed: PackedBatch) -> Tensor:
+    """Return the (N, ...) values of all tokens from the (n, ...) of those that this rank runs."""
+    tokens = token_group(transformers_model(model))
+    return values if tokens is None else join_slices(values, tokens, packed.num_tokens)
+
+
 def predicting_logits(model: nn.Module, packed: PackedBatch, targets: Tensor) -> Tensor:
-    """Return the (K, V) logits that predict the tokens at the (K,) positions ``targets``.
+    """Return the (K, V) logits that predict the tokens at the (K,) positions ``targets``, see `own_targets`.
 
     A model whose class supports ``logits_to_keep`` computes no others. More than `TILE_ELEMENTS` are `DeferredLogits`,
     which are computed in tiles. If tensor parallelism cuts the head over the vocabulary, the result is
     `VocabParallelLogits`.
     """
-    places = packed.predecessors[targets]
-    hf_model = transformers_model(model)
+    hf_model, places = transformers_model(model), packed.predecessors[targets]
+    tokens = token_group(hf_model)
+    if tokens is not None:
+        places = tokens.local(places, packed.num_tokens)
     head: nn.Module | None = hf_model.get_output_embeddings()
     with packed_attention(model, packed) as inputs, _memory_saving_head(head, len(places)):
         if _keeps_logits(hf_model):
@@ -145,9 +171,9 @@ def predicting_states(model: nn.Module, packed: PackedBatch) -> Tensor:
         hf_model.base_model.register_forward_hook(lambda _module, _inputs, output: seen.append(output[0])),
         head.register_forward_pre_hook(lambda _module, inputs: read.append(inputs[0])),
     )
-    last = packed.predecessors.new_tensor([packed.num_tokens - 1])
     try:
         with packed_attention(model, packed) as inputs:
+            last = packed.predecessors.new_tensor([inputs["input_ids"].shape[1] - 1])
             if _keeps_logits(hf_model):
                 model(**inputs, logits_to_keep=last)
             else:
@@ -160,13 +186,9 @@ def predicting_states(model: nn.Module, packed: PackedBatch) -> Tensor:
             f"{type(hf_model).__name__} does not pass its last hidden states to its head unchanged; use a model that "
             f"does, or log-probabilities of sampled tokens (divergence='sampled')"
         )
-    states = seen[0][0]
+    states = _joined(model, seen[0][0], packed)
     has_predecessor = packed.predecessors != torch.arange(packed.num_tokens, device=states.device)
     return torch.where(has_predecessor[:, None], states[packed.predecessors], 0.0)
-
-
-def _scattered(values: Tensor, positions: Tensor, size: int) -> Tensor:
-    return values.new_zeros(size).index_copy(0, positions, values)
 
 
 def _keeps_logits(model: PreTrainedModel) -> bool:

@@ -1,18 +1,22 @@
-"""Apply a layout to a model with full weights or none: tensor parallelism, then pipeline stages, then FSDP2.
+"""Apply a layout to a model with full weights or none: tensor and context parallelism, pipeline stages, then FSDP2.
 
-Tensor parallelism slices plain tensors. Modules of other pipeline stages are removed. FSDP2 wraps each remaining
-block and the root. The resulting shard of every parameter is the one that `ModelLayout` computes.
+Tensor parallelism slices plain tensors. Context parallelism slices rows of tokens, and no weights. Modules of other
+pipeline stages are removed. FSDP2 wraps each remaining block and the root. The resulting shard of every parameter is
+the one that `ModelLayout` computes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import Layout, ModelLayout
+from lightning_realloc.runtime.forward.packed_attention import install_packed_attention, transformers_model
+from lightning_realloc.runtime.forward.token_group import TokenGroup
 from lightning_realloc.runtime.model.structure import find_blocks
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.stage import cut_stage
@@ -34,7 +38,8 @@ def parallelize(
     the shapes of shards, until `allocate_weights`.
 
     If `needs_fsdp` is False, the model is not wrapped. With pp > 1 the model becomes a stage, which `pipeline` runs.
-    Gradients of a backward pass are complete: summed over ``tp`` where needed, averaged over ``dp`` and ``fsdp``.
+    Gradients of a backward pass are complete: summed over ``tp`` where needed, averaged over
+    `Layout.replica_axes` and `Layout.shard_axes`.
 
     Args:
         meshes: ``create`` was called with the layout.
@@ -53,6 +58,7 @@ def parallelize(
             "pass None and run the model under torch.autocast"
         )
     is_cut = tensor_parallelize(model, layout, meshes, tp_plan=tp_plan)
+    context_parallelize(model, layout, meshes)
     if layout.dims.pp > 1:
         cut_stage(model, model_layout, meshes.rank)
     if is_cut:
@@ -81,6 +87,32 @@ def tensor_parallelize(
     if meshes.device_type == "cpu":
         peers.inference_sum = SharedMemoryAllReduce.create(group)
     return True
+
+
+def context_parallelize(model: nn.Module, layout: Layout, meshes: MeshRegistry) -> None:
+    """Make forwards of packs run on this rank's tokens of every row, unless the layout has cp=1."""
+    group = meshes.token_group(layout)
+    if group is not None:
+        divide_tokens(model, TokenGroup(group, layout.group(meshes.rank, *layout.token_axes), meshes.rank))
+
+
+def divide_tokens(model: nn.Module, tokens: TokenGroup) -> None:
+    """Make forwards of packs run on this rank's slice of every row, and refuse all others.
+
+    Raises ConfigError if the model cannot run packed sequences.
+    """
+    install_packed_attention(model)
+    vars(transformers_model(model))["token_group"] = tokens
+    model.register_forward_pre_hook(_refuse_whole_row, with_kwargs=True)
+
+
+def _refuse_whole_row(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise LayoutError for a call on whole rows: every rank would add the gradients of all tokens."""
+    if "packed_segments" not in kwargs:
+        raise LayoutError(
+            f"{type(model).__name__} runs on a slice of each row, and was called on whole rows; call it by "
+            f"token_logprobs, packed_logits or sequence_scores, or give the call a layout with cp=1"
+        )
 
 
 def needs_fsdp(model: nn.Module, layout: Layout) -> bool:

@@ -59,7 +59,8 @@ class StageIO:
                 f"{type(model).__name__} is stage {self.index} of {self.count} of a pipeline, and cannot be called by "
                 "itself; run it in a training or inference call, or give the call a layout with pp=1"
             )
-        given = kwargs.get("input_ids", args[0] if args else None)
+        segments = kwargs.get("packed_segments")  # they know the whole row, of which a rank may run a slice
+        given = kwargs.get("input_ids", args[0] if args else None) if segments is None else segments.row
         if given is None or given.data_ptr() != self._input_ids.data_ptr() or given.shape != self._input_ids.shape:
             shape = None if given is None else tuple(given.shape)
             raise LayoutError(

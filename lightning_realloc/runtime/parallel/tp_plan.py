@@ -92,6 +92,17 @@ def read_tp_plan(model: nn.Module, tp_plan: Mapping[str, str] | None = None) -> 
         return TensorParallelPlan({}, {}, {}, refusal=str(refusal))
 
 
+def count_heads(model: nn.Module, plan: TensorParallelPlan) -> tuple[tuple[int, int], ...]:
+    """Return the numbers of query and key-value heads that attention layers of the model have; () if unknown."""
+    config: Any = getattr(model, "config", None)
+    found = {(heads.query, heads.key_value) for heads in plan.attention.values()}
+    if not found and hasattr(config, "get_text_config"):
+        text = config.get_text_config()
+        query = _first_int(text, ("num_attention_heads",))
+        found = {(query, _first_int(text, ("num_key_value_heads",)) or query)} if query else set()
+    return tuple(sorted(found))
+
+
 def with_wildcards(name: str) -> str:
     """Replace the layer numbers in a dotted name by ``*``, as in the keys of a plan."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

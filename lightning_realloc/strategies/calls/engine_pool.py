@@ -52,10 +52,11 @@ class EnginePool:
             GenerationError: for a layout that cannot generate, or cannot draft as the algorithm asks.
         """
         self.receive_history()
-        if replica.layout.dims.pp > 1:  # the plan gives another layout, which no callback made real
+        axis = replica.layout.axis_without_generation
+        if axis is not None:  # the plan gives another layout, which no callback made real
             raise GenerationError(
-                f"{call.name} cannot generate in the layout {replica.layout}, a pipeline; give it one with pp=1, and "
-                f"leave reallocation on"
+                f"{call.name} cannot generate in the layout {replica.layout}; give it one with {axis}=1, and leave "
+                f"reallocation on"
             )
         known = self._engines.get(id(replica.model))
         if known is None:

@@ -128,11 +128,11 @@ class TrainCalls:
     def _dropout_masks(self, replica: Replica) -> Iterator[None]:
         """Seed dropout by iteration and rank, so that a resumed run draws the same masks.
 
-        Ranks of a tensor-parallel group draw equal masks, since their activations must stay equal. Data-parallel ranks
-        and pipeline stages draw different ones.
+        Ranks of a tensor-parallel group draw equal masks, since their activations must stay equal. All others draw
+        different ones, for other samples, tokens or layers.
         """
         layout, rank = replica.layout, self._context.rank
-        share = layout.share(rank, *layout.stage_axes, *layout.batch_axes).position
+        share = layout.share(rank, *layout.stage_axes, *layout.batch_axes, *layout.token_axes).position
         seed = hash((self._context.algorithm.seed, self._hooks.iteration, share)) % 2**63
         device = self._context.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

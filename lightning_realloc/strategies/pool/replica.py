@@ -18,7 +18,7 @@ from lightning_realloc.layout.model import ModelLayout
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.model.structure import tied_names
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
-from lightning_realloc.runtime.parallel.parallelize import parallelize, tensor_parallelize
+from lightning_realloc.runtime.parallel.parallelize import context_parallelize, parallelize, tensor_parallelize
 from lightning_realloc.runtime.parallel.shards import (
     allocate_weights,
     bind_tensors,
@@ -127,6 +127,7 @@ def prepare_copy(
         allocate_weights(model, options.facts.device)
         return model
     tensor_parallelize(model, target.layout, meshes, tp_plan=tp_plan)
+    context_parallelize(model, target.layout, meshes)
     if target.layout.dims.pp > 1:
         cut_stage(model, target, options.facts.rank)
     move_buffers(model, options.facts.device)

@@ -34,6 +34,7 @@ class Placement(NamedTuple):
     tp: Group
     fsdp: Group
     dp: Group
+    cp: Group
     stages_share_node: bool
     """Whether all pipeline stages lie on the same node."""
 
@@ -41,11 +42,9 @@ class Placement(NamedTuple):
     def from_layout(cls, layout: Layout, cluster: ClusterSpec) -> Placement:
         """Return the placement of a layout on a cluster."""
         nodes = (np.array(layout.ranks) // cluster.devices_per_node).reshape(layout.dims.degrees)
-        tensors, shards, replicas, stages = (
-            _widest(nodes, axes)
-            for axes in (layout.tensor_axes, layout.shard_axes, layout.replica_axes, layout.stage_axes)
-        )
-        return cls(tensors, shards, replicas, stages.nodes == 1)
+        kinds = layout.tensor_axes, layout.shard_axes, layout.replica_axes, layout.token_axes, layout.stage_axes
+        tensors, shards, replicas, tokens, stages = (_widest(nodes, axes) for axes in kinds)
+        return cls(tensors, shards, replicas, tokens, stages.nodes == 1)
 
 
 def _widest(nodes: np.ndarray, axes: Sequence[str]) -> Group:
@@ -236,10 +235,10 @@ class CallCost:
 
     # ---- micro-batches
     def _micro_batch(self, shape: CallShape) -> tuple[float, float]:
-        """Return the mean tokens of a micro-batch, and those that logits or scores are computed for."""
-        lengths = self.tokens
+        """Return a rank's mean tokens of a micro-batch, and those that it computes logits or scores for."""
+        lengths, samples = self.tokens, shape.mean_micro_batch / self.place.cp.size
         scored = lengths.response if self.kernels.shape.num_outputs > 1 else lengths.sequence
-        return shape.mean_micro_batch * lengths.sequence, shape.mean_micro_batch * scored
+        return samples * lengths.sequence, samples * scored
 
     def _pipelined(self, stage: Pass, sharding: float, count: int, send: float) -> CallSeconds:
         """Return the seconds of ``count`` micro-batches, with ``pp - 1`` idle turns that fill and drain a pipeline."""
@@ -253,9 +252,13 @@ class CallCost:
 
     # ---- communication
     def _exchange(self, tokens: float) -> float:
-        """Return the time of a block's two all-reduces of hidden states; its backward pass has two as well."""
-        size = tokens * self.kernels.shape.hidden * self.kernels.element_bytes
-        return 2 * self.links.all_reduce(size, self.place.tp)
+        """Return the time of a block's two all-reduces of hidden states; its backward pass has two as well.
+
+        Context-parallel ranks exchange queries, keys, values and outputs of attention.
+        """
+        shape, element, tp = self.kernels.shape, self.kernels.element_bytes, self.place.tp
+        moved = 2 * tokens * (shape.queries(tp.size) + shape.keys(tp.size)) * element
+        return 2 * self.links.all_reduce(tokens * shape.hidden * element, tp) + self.links.gather(moved, self.place.cp)
 
     def _join_sums(self, rows: float) -> float:
         """Return the time to exchange three fp32 numbers per token, from which tensor-parallel ranks get logprobs."""

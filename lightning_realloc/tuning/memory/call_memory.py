@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from lightning_realloc.dataflow.dataflow import CallKind
 from lightning_realloc.dataflow.execution_plan import CallPlan
+from lightning_realloc.layout.dims import Layout
 from lightning_realloc.limits import CHUNK_ELEMENTS, GATHERED_SUM_BYTES, MAX_PREFILL_TOKENS, TILE_ELEMENTS, is_tiled
 from lightning_realloc.tuning.memory.call_shape import CallShape
 from lightning_realloc.tuning.memory.generation_memory import (
@@ -53,8 +54,8 @@ class CallMemory:
     """Bytes of an activation."""
 
     def __post_init__(self) -> None:
-        dims, settings, weight = self.plan.layout.dims, self.settings, self._stored_bytes
-        is_wrapped = dims.fsdp > 1 or (dims.dp > 1 and self.is_home and self.is_trained)
+        layout, settings, weight = self.plan.layout, self.settings, self._stored_bytes
+        is_wrapped = layout.is_sharded or (layout.has_replicas and self.is_home and self.is_trained)
         if is_wrapped:
             weight = min(weight, settings.gathered_bytes)
         object.__setattr__(self, "is_wrapped", is_wrapped)
@@ -184,13 +185,13 @@ class CallMemory:
         return None if load is None else CallShape.from_plan(self.kind, self.plan, load, load.longest)
 
     def _micro_batches(self) -> tuple[int, int, int]:
-        """Return the number of micro-batches, the tokens of the largest, and those that logits are computed for."""
+        """Return the number of micro-batches, the rank's tokens of the largest, and those with logits."""
         shape, load = self._shape, self.workload
         if shape is None or load is None:
             return 1, 0, 0
-        largest = shape.largest_micro_batch
-        scored = largest * load.response_tokens if self._has_head else 0
-        return shape.num_micro_batches, largest * load.longest, scored
+        largest, cp = shape.largest_micro_batch, self.plan.layout.count(*Layout.token_axes)
+        scored = math.ceil(largest * load.response_tokens / cp) if self._has_head else 0
+        return shape.num_micro_batches, math.ceil(largest * load.longest / cp), scored
 
     # ---- calls
     def _infer(self) -> list[MemoryParts]:

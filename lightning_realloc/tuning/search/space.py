@@ -103,7 +103,10 @@ def rank_sets(cluster: ClusterSpec) -> Iterator[RankSet]:
 
 
 def legal_dims(model: ModelSpec, kind: CallKind, num_ranks: int, cluster: ClusterSpec) -> tuple[ParallelDims, ...]:
-    """Return the parallel degrees that a model and a kind of call allow on ``num_ranks`` ranks."""
+    """Return the parallel degrees that a model and a kind of call allow on ``num_ranks`` ranks, all with cp=1.
+
+    To divide the tokens of rows only pays for rows that fit no device, which the search does not know.
+    """
     per_node = min(num_ranks, cluster.devices_per_node)
     found = []
     for tp in model.tensor_parallel_degrees(per_node):

@@ -183,4 +183,5 @@ class _Pair(Pair):
     def _recorded(self, losses: list[Tensor], model: nn.Module, number: int) -> Tensor:
         loss = self._loss(model, self.mine[number])
         losses.append(loss.detach())
-        return loss * self.num_shares  # gradients are averaged over data-parallel ranks
+        layout = self.layout
+        return loss * layout.count(*layout.replica_axes, *layout.shard_axes)  # over which gradients are averaged

@@ -46,6 +46,7 @@ def test_two_stages_of_every_family_equal_one_process(workers: WorkerPool) -> No
         Case("gemma", "pp2.tp2", TIED),
         Case("qwen2", "pp2.fsdp2", TIED, num_micro_batches=1),
         Case("phi3", "pp2.dp2"),
+        Case("mistral", "pp2.cp2@1,0,2,3"),
     ],
     [
         Case("llama", "pp4", num_layers=5),

@@ -24,12 +24,13 @@ def test_sft_gives_the_same_results_through_stages(workers: WorkerPool, layout: 
     assert_same(four, one)
 
 
-@pytest.mark.parametrize("number", matrix([0, 1], 0))
+@pytest.mark.parametrize("number", matrix([0, 1, 2], 0))
 def test_grpo_trains_through_stages_and_generates_without_them(workers: WorkerPool, number: int) -> None:
     batches = Batches(2)
     settings = {"train_options": runs.options(num_minibatches=2, micro_batch_tokens=18)}
     (one,) = on_ranks(workers, run_grpo, ["heuristic"], settings, batches, 1)
     plans = [
+        calls(actor_train="pp2.cp2", actor_generate="dp2.tp2", reference_infer="cp2@1,3"),
         calls(actor_train="pp2.fsdp2", actor_generate="dp2.tp2", reference_infer="pp2@1,3"),
         calls(actor_train="pp2.tp2", actor_generate="dp4", reference_infer="pp2.fsdp2"),
     ]
@@ -37,8 +38,11 @@ def test_grpo_trains_through_stages_and_generates_without_them(workers: WorkerPo
     assert_same(outcome, one, weights=2e-5)
 
 
-def test_generation_in_a_pipeline_is_refused() -> None:
-    plan = ExecutionPlan.from_mapping(calls(actor_train="pp2.dp2", actor_generate="pp2@0-1", reference_infer="pp2@2-3"))
+@pytest.mark.parametrize("axis", ["pp", "cp"])
+def test_generation_in_a_pipeline_or_on_parts_of_rows_is_refused(axis: str) -> None:
+    layouts = {"actor_train": f"{axis}2.tp2", "actor_generate": f"{axis}2@0-1", "reference_infer": f"{axis}2@2-3"}
+    plan = ExecutionPlan.from_mapping(calls(**layouts))
 
-    with pytest.raises(PlanError, match=r"calls.actor.generate: layout pp2@0-1 has pp=2, .*train and infer with pp"):
+    refusal = rf"calls.actor.generate: layout {axis}2@0-1 has {axis}=2, .*train and infer with {axis}"
+    with pytest.raises(PlanError, match=refusal):
         plan.check(runs.grpo().dataflow, 4)

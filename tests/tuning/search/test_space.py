@@ -67,7 +67,7 @@ def test_degrees_are_those_that_model_kind_and_nodes_allow(model: ModelSpec, kin
         except LayoutError:
             return False
         leaves_node = any(len({rank // 8 for rank in group}) > 1 for group in layout_groups(dims))
-        return not leaves_node and (kind != "generate" or dims.pp == 1)
+        return not leaves_node and dims.cp == 1 and (kind != "generate" or dims.pp == 1)
 
     def layout_groups(dims: ParallelDims) -> Iterator[tuple[int, ...]]:
         return iter(Layout(dims, tuple(range(num_ranks))).groups("tp"))
