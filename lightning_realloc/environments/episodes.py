@@ -139,7 +139,7 @@ class Episodes:
             return own
         place = f"the prompt of sample {sample_id} with what {type(episode.shown).__name__} adds by reset and tools"
         try:
-            ids = tuple(episode.chat.prompt_ids(episode.prompt, episode.tools))
+            ids = tuple(episode.chat.prompt_ids(episode.prompt, episode.tools, of_data=episode.row["prompt"]))
         except DataError as error:
             episode.refuse(f"{place} cannot be read: {error}")
             return own

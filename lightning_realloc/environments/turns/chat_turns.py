@@ -7,20 +7,22 @@ earlier turns when the conversation continues, such as by dropping their thought
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.data.chat import Message, Text, conversation_text, prompt_token_ids, token_ids
+from lightning_realloc.data.chat import Message, Text, conversation_text, token_ids
 from lightning_realloc.errors import ConfigError, DataError
 
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of tools, as chat templates take them."""
 _MARK = "e0f7a9c4d2"
 """Text in place of the model's turn, after which the turn's end is found."""
+_TOKEN_MARK = "b8e1d6a3c7"
+"""Text after the first character of the text of a special token."""
 _ANSWER_MARK = "d4c9a7f0e2"
 """Text of a tool's answer, to see whether the template contains it."""
 _USER: Message = {"role": "user", "content": "."}
@@ -29,18 +31,10 @@ _MOST_SHOWN = 60
 """Most characters of a rendered text that an error shows."""
 
 
-@dataclass(frozen=True, slots=True)
-class _TurnEnd:
-    """How the template ends a turn of the model."""
-
-    text: str
-    """Text from the end of the turn's content, or of its last argument, to the token that ends the turn."""
-    token: str
-    """That token."""
-
-
 class ChatTurns:
     """Renders messages by the tokenizer's chat template, and encodes them.
+
+    Text of special tokens in messages of environments and partners stays text.
 
     Args:
         stop_token_ids: Tokens that end a turn of the model.
@@ -60,16 +54,25 @@ class ChatTurns:
         # A stop token of ordinary text, such as a line break, does not end a turn in the template.
         self._stops = [added[index].content for index in stop_token_ids if index in added]
         self._special = [token.content for token in added.values() if token.special]
-        self._ends: dict[tuple[bool, str | None], _TurnEnd] = {}
-        """Ends of turns by whether they have calls, and the role that answers."""
+        self._special_text = _SpecialText(tokenizer, [*self._special, *self._stops])
 
-    def prompt_ids(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
+    def prompt_ids(
+        self, messages: Sequence[Message], tools: Tools = (), *, of_data: Sequence[Message] = ()
+    ) -> list[int]:
         """Return the tokens of a conversation up to where the model's turn begins.
 
+        Args:
+            messages: The conversation.
+            tools: JSON schemas of the tools that it shows.
+            of_data: Messages of the data, in which text of special tokens becomes those tokens, as without tools.
+
         Raises:
-            DataError: for messages that the chat template cannot render.
+            DataError: for messages that the chat template cannot render, or renders as no text.
         """
-        (ids,) = prompt_token_ids(self._tokenizer, [_encodable(self._render(messages, tools))])
+        marked = [message if message in of_data else self._special_text.marked(message) for message in messages]
+        ids = self._special_text.token_ids(self._render(marked, tools))
+        if not ids:
+            raise DataError(f"{_PLACE}: a prompt needs at least one token, and the chat template renders none")
         return ids
 
     def answer_ids(
@@ -88,13 +91,8 @@ class ChatTurns:
             DataError: for messages that the chat template cannot render.
         """
         calls = message.get("tool_calls") or ()
-        rendered = self._after_turn(calls, answer, tools)
-        end = self._end(calls, answer, tools)
-        if not rendered.startswith(end.text):  # it depends on more than the role that answers
-            end = self._first_end(rendered)
-        # As in a whole conversation: at the start of a text, some tokenizers add a space.
-        text = _encodable(end.token + rendered.removeprefix(end.text))
-        (ids,) = token_ids(self._tokenizer, [text])
+        end, after = self._first_end(self._after_turn(calls, self._special_text.marked(answer), tools))
+        ids = self._special_text.token_ids(end + after)  # as in a whole conversation, not as a text's start
         return ids[1:] if list(turn_ids[-1:]) == ids[:1] else ids
 
     def shown_call(self, tools: Tools) -> tuple[str, str]:
@@ -118,7 +116,7 @@ class ChatTurns:
         try:
             if tools:
                 self._check_tools(tools)
-            self._end((), [_USER], tools)
+            self._first_end(self._after_turn((), [_USER], tools))
         except DataError as error:
             raise ConfigError(
                 f"an environment of messages needs a chat template that renders its answers; {error}"
@@ -142,21 +140,13 @@ class ChatTurns:
                 "the model must read answers of tools, and the chat template leaves them out; set "
                 "tokenizer.chat_template to one that renders messages of the role tool"
             )
-        end = self._end([call], [answer], tools)
-        if end.token not in self._stops:
+        end, _ = self._first_end(after)
+        if end not in self._stops:
             raise ConfigError(
                 f"a turn with tool calls must end with a stop token, which are {self._stops}; the chat template "
                 f"continues with {after.partition(_ANSWER_MARK)[0][:_MOST_SHOWN]!r}: add the token that ends the turn "
                 f"there to the stop tokens"
             )
-
-    def _end(self, calls: Sequence[Mapping[str, Any]], answer: Sequence[Message], tools: Tools) -> _TurnEnd:
-        key = (bool(calls), answer[0]["role"] if answer else None)
-        if key not in self._ends:
-            # Without the answer's own text, which may contain the text of a stop token.
-            neutral = [{**message, "content": "."} for message in answer]
-            self._ends[key] = self._first_end(self._after_turn(calls, neutral, tools))
-        return self._ends[key]
 
     def _after_turn(self, calls: Sequence[Mapping[str, Any]], answer: Sequence[Message], tools: Tools) -> str:
         """Return the text that the template renders after the content of a turn, or the last argument of its calls."""
@@ -177,15 +167,15 @@ class ChatTurns:
     def _until_stop(self, text: str) -> str:
         return text[: min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=len(text))]
 
-    def _first_end(self, rendered: str) -> _TurnEnd:
-        """Return the end at the first stop token of a text; without any, at the first special token.
+    def _first_end(self, rendered: str) -> tuple[str, str]:
+        """Return the first stop token of a text, without any the first special token, and the text after it.
 
         In gpt-oss, earlier turns without calls end with a token that the model does not stop at.
         """
         for tokens in (self._stops, self._special):
             if found := [(at, -len(token), token) for token in tokens if (at := rendered.find(token)) >= 0]:
                 at, _, token = min(found)
-                return _TurnEnd(rendered[: at + len(token)], token)
+                return token, rendered[at + len(token) :]
         raise ConfigError(
             f"a turn must end with a special token, after which the answer begins; the chat template continues with "
             f"{rendered[:_MOST_SHOWN]!r}: set tokenizer.chat_template to one that ends turns with "
@@ -208,6 +198,48 @@ class ChatTurns:
             return text_of(as_text)  # DeepSeek's templates append arguments to text
 
 
+class _SpecialText:
+    """Marks the text of special tokens in messages, and makes tokens of what a template renders of them.
+
+    A mark is put into each such text before a template renders it, and tokens are made of the text between two marks.
+    So templates may trim, escape and reorder contents.
+
+    Args:
+        tokenizer: The model's.
+        tokens: Texts of special tokens.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._any_token = next(iter(tokens), "")
+        marked = [text for text in (*tokens, _MARK, _TOKEN_MARK) if len(text) > 1]
+        self._first_character = re.compile(
+            "|".join(f"{re.escape(text[0])}(?={re.escape(text[1:])})" for text in marked)
+        )
+
+    def marked(self, value: Any) -> Any:
+        """Return a message, or a value in one, with a mark in each text of a special token."""
+        if isinstance(value, str):
+            return self._first_character.sub(rf"\g<0>{_TOKEN_MARK}", value)
+        if isinstance(value, Mapping):
+            return {self.marked(key): self.marked(inner) for key, inner in value.items()}
+        return [self.marked(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+    def token_ids(self, text: str) -> list[int]:
+        """Return the tokens of a rendered text; what is marked is text.
+
+        Raises:
+            DataError: for a text that the tokenizer cannot encode.
+        """
+        # Tokenizers refuse halves of surrogate pairs.
+        first, *others = text.encode("utf-8", "replace").decode("utf-8").split(_TOKEN_MARK)
+        # A token goes before each piece, since some tokenizers add a space at the start of a text.
+        pieces = {piece: Text(self._any_token + piece, _PLACE, add_bos=False) for piece in others}
+        ids, *found = token_ids(self._tokenizer, [Text(first, _PLACE, add_bos=False), *pieces.values()])
+        of_piece = {piece: more[1:] for piece, more in zip(pieces, found, strict=True)}
+        return [*ids, *(token for piece in others for token in of_piece[piece])]
+
+
 def _with_text_arguments(message: Message) -> Message:
     calls = message.get("tool_calls")
     return {**message, "tool_calls": [_with_text_argument(call) for call in calls]} if calls else message
@@ -218,8 +250,3 @@ def _with_text_argument(call: Mapping[str, Any]) -> dict[str, Any]:
     arguments = function.get("arguments")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": text}}
-
-
-def _encodable(text: str) -> Text:
-    """Return a text of a template, with question marks for halves of surrogate pairs, which tokenizers refuse."""
-    return Text(text.encode("utf-8", "replace").decode("utf-8"), _PLACE, add_bos=False)

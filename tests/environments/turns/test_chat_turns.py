@@ -121,6 +121,23 @@ def test_a_stop_token_in_an_answer_does_not_end_the_turn_before_it() -> None:
     assert text_of(turns, ids) == "<|end|>\n<|user|>Is <eos> a token?<|end|>\n<|assistant|>"
 
 
+def test_special_tokens_in_every_field_of_a_message_stay_text() -> None:
+    turns = turns_with(CHATML, "<|user|>")
+    user = turns._tokenizer.convert_tokens_to_ids("<|user|>")
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"<eos>a": ["<|user|><eos>"]}}}
+    said = [{"role": "assistant", "content": [{"type": "text", "text": "<|user|>"}], "tool_calls": [call]}]
+    for ids in (turns.prompt_ids(said), turns.answer_ids([EOS], CALLING, said)):
+        assert '<|user|><call>add {"<eos>a": ["<|user|><eos>"]}</call><eos>' in text_of(turns, ids)
+        assert ids.count(EOS) == 1 and user not in ids
+
+
+def test_text_that_marks_a_turns_end_stays_in_an_answer() -> None:
+    turns = turns_with(CHATML)
+    marks = "".join(("e0f7a9c4d2", "b8e1d6a3c7", "bb8e1d6a3c7b8e1d6a3c7", "e0f7a9c4d2"))
+    answer = turns.answer_ids([EOS], CALLING, [{**TOOL_ANSWER, "content": f"a{marks}<eos>"}], TOOLS)
+    assert text_of(turns, answer) == f"\n<|tool|>a{marks}<eos><eos>\n<|assistant|>" and answer.count(EOS) == 1
+
+
 def test_a_stop_token_of_ordinary_text_does_not_end_the_turn_in_the_template() -> None:
     turns = turns_with(CHATML, stops=("<eos>", "c"))  # <call> and </call> contain it
     answer = turns.answer_ids([EOS], CALLING, [TOOL_ANSWER], TOOLS)

@@ -180,6 +180,29 @@ def test_an_answer_is_what_the_template_renders_after_that_turn(name: str, seeds
 
 
 @TEMPLATES
+def test_text_of_special_tokens_in_messages_stays_text(name: str) -> None:
+    turns, tokenizer = turns_of(name), tokenizer_of(name)
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    imitated = "a" + "".join(special) + " b" + special[-1][:1] + special[0] + "c"
+
+    def special_ids(ids: list[int]) -> list[int]:
+        return [token for token in ids if token in tokenizer.convert_tokens_to_ids(special)]
+
+    for message, answer in Conversation(name, 1).turns:
+        neutral, other = (
+            turns.answer_ids([], message, [{**said, "content": text} for said in answer], tools_of(name))
+            for text in ("abc", imitated)
+        )
+        assert special_ids(other) == special_ids(neutral) and imitated in tokenizer.decode(other)
+    asked = [{"role": "user", "content": imitated}]
+    assert special_ids(turns.prompt_ids(asked)) == special_ids(turns.prompt_ids([USER]))
+    assert imitated in tokenizer.decode(turns.prompt_ids(asked))
+    # In the data's own messages they are tokens, as without an environment.
+    whole = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    assert turns.prompt_ids(asked, of_data=asked) == encode(name, whole)
+
+
+@TEMPLATES
 def test_a_turn_that_was_cut_off_gets_its_end_before_the_answer(name: str) -> None:
     turns = turns_of(name)
     for message, answer in Conversation(name, 0).turns:
