@@ -43,6 +43,9 @@ class Counter:
 
         Args:
             step: Amount to add.
+
+        Returns:
+            The counter.
         """
         self.count += step
         return self.count

@@ -45,36 +45,6 @@ async def look_up(word: str) -> str:
     return f"{word} is a word."
 
 
-class IncrementEnv:
-    """A counter that the model raises; it is the reward."""
-
-    def __init__(self) -> None:
-        self.num_resets = 0
-
-    def reset(self, start: int = 0, **columns: Any) -> str | None:
-        """Begin at the row's number."""
-        self.count = start
-        self.columns = columns
-        self.num_resets += 1
-        return f" The counter is at {start}." if start else None
-
-    def increment(self, step: int) -> int:
-        """Raise the counter.
-
-        Args:
-            step: Amount to add.
-
-        Returns:
-            The counter.
-        """
-        self.count += step
-        return self.count
-
-    def get_reward(self) -> float:
-        """Return the counter."""
-        return float(self.count)
-
-
 class EchoEnv:
     """Another task of the same run, whose methods are ``async``, and which a reward function judges."""
 

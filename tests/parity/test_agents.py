@@ -24,9 +24,9 @@ from lightning_realloc.batch.packing import pack
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.batch.training import Totals
 from lightning_realloc.generation import Completion
+from tests.environments.some_tools import Counter
 from tests.environments.trl_agents import (
     EchoEnv,
-    IncrementEnv,
     chat_tokenizer_of,
     episodes_of,
     hermes,
@@ -169,9 +169,9 @@ def test_functions_are_called_as_in_trls_loop(template: str, script: str) -> Non
 @pytest.mark.parametrize("script", METHODS)
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_methods_are_called_as_in_trls_loop(template: str, script: str) -> None:
-    theirs = IncrementEnv()
+    theirs = Counter()
     theirs.reset(prompt=USER)
-    _, reward = compare(template, METHODS[script], [theirs.increment], IncrementEnv, iterations=3)
+    _, reward = compare(template, METHODS[script], [theirs.increment], Counter, iterations=3)
     assert reward == theirs.get_reward() > 2
 
 
@@ -213,7 +213,7 @@ def test_a_step_on_conversations_has_trls_loss_and_gradients() -> None:
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 2048, "eos_token_id": tokenizer.eos_token_id}
     ours, theirs = (tiny_model("llama", **sizes) for _ in range(2))
     scripts = [SCRIPTS["no call"], *METHODS.values(), [hermes("increment", step=1), "1"]]
-    episodes = episodes_of(tokenizer, IncrementEnv, [], max_turns=4)
+    episodes = episodes_of(tokenizer, Counter, [], max_turns=4)
     completions = play(episodes, samples_of(tokenizer, [{"prompt": USER}] * 4), scripts)
     _, columns = episodes.finish(completions)
     rewards = columns["environment_rewards"]

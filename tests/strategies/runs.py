@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from lightning_realloc.generation import SamplingParams
 from lightning_realloc.strategies import ReallocStrategy
 from tests.devices import DEFAULT_DEVICE, accelerator_on
 from tests.models import byte_tokenizer, tiny_model
+from tests.workers import WorkerPool
 
 SAMPLING = SamplingParams(n=2, max_new_tokens=6, stop_token_ids=tuple(range(100, 128)))
 """A quarter of the vocabulary ends a response, so that lengths differ between samples and ranks."""
@@ -223,6 +224,26 @@ def train(module: Any, plan: Any, world_size: int, batches: Batches, **options: 
 def calls(**layouts: Any) -> dict[str, Any]:
     """Return a plan's mapping: ``calls(actor_train="fsdp4")`` names ``actor.train``."""
     return {"calls": {name.replace("_", "."): layout for name, layout in layouts.items()}}
+
+
+def plan_of(module: Any, layout: str) -> dict[str, Any]:
+    """Return a plan that generates in ``layout`` and does everything else in another."""
+    placed = [call for call in module.dataflow.calls if call.role is not None]
+    return {"calls": {call.name: layout if call.kind == "generate" else "dp2" for call in placed}}
+
+
+def train_in_layout(module: Any, layout: str, world_size: int, batches: Any, strategy: Mapping[str, Any]) -> Outcome:
+    """Fit with ``plan_of`` a layout, on one rank with ``"static"``, and further settings of the strategy."""
+    plan: Any = "static" if world_size == 1 else plan_of(module, layout)
+    return train(module, ReallocStrategy(plan, **strategy), world_size, batches)
+
+
+def outcome_of(workers: WorkerPool, run: Callable[..., Outcome], *arguments: Any, world_size: int) -> Outcome:
+    """Return the first rank's outcome of a function on all ranks, which log the same."""
+    everyone = workers.run(run, *arguments, world_size=world_size, init_process_group=False)
+    assert all(outcome.logged == everyone[0].logged for outcome in everyone)
+    first: Outcome = everyone[0]
+    return first
 
 
 def options(**settings: Any) -> TrainOptions:

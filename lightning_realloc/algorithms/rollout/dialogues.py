@@ -12,8 +12,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.base.rollout_columns import Dialogue, RowEnvironment
-from lightning_realloc.algorithms.rollout.environments import EnvironmentSource, import_environment, make_environment
 from lightning_realloc.algorithms.rollout.partner_roles import ACTOR, Speaker
+from lightning_realloc.algorithms.rollout.token_environment import (
+    EnvironmentSource,
+    import_environment,
+    make_environment,
+)
 from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.environments.environment_factory import EnvironmentFactory, is_message_source

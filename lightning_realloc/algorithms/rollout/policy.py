@@ -18,10 +18,10 @@ from lightning_realloc.algorithms.base.rollout_columns import Dialogue, environm
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, averaged_loss
 from lightning_realloc.algorithms.rollout.accuracy import Accuracy
 from lightning_realloc.algorithms.rollout.dialogues import EpisodeDialogues, ToolSource, dialogues_of
-from lightning_realloc.algorithms.rollout.environments import EnvironmentSource
 from lightning_realloc.algorithms.rollout.partial_rollouts import BudgetedRollout, PartialRollouts
 from lightning_realloc.algorithms.rollout.partner_roles import PartnerRoles, eos_tokens, has_own_model, with_partners
 from lightning_realloc.algorithms.rollout.response_parts import PartColumns, part_columns_of
+from lightning_realloc.algorithms.rollout.token_environment import EnvironmentSource
 from lightning_realloc.algorithms.settings import Unpack, check_minibatches, check_type
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Divided, Samples

@@ -30,7 +30,6 @@ from tests.generation.random_moves import at_random, moving
 from tests.matrices import matrix
 from tests.strategies import runs
 from tests.strategies.calls.test_sample_reallocation import Moved
-from tests.strategies.calls.test_speculation import plan_of
 from tests.strategies.runs import Outcome
 from tests.workers import WorkerFailure, WorkerPool
 
@@ -71,18 +70,12 @@ def play(name: str, layout: str, world_size: int, settings: dict[str, Any]) -> O
         chat_model(), settings.pop("reward", None), reference=chat_model(1), tokenizer=chat_tokenizer(),
         sampling=SAMPLING, environment=Guessing, conversation=BOUNDS, optimizer=optimizer, **settings,
     )  # fmt: skip
-    plan: Any = "static" if world_size == 1 else plan_of(made, layout)
-    if strategy:
-        plan = runs.ReallocStrategy(plan, **strategy)
-    return runs.train(made, plan, world_size, Games())  # type: ignore[arg-type]
+    return runs.train_in_layout(made, layout, world_size, Games(), strategy)
 
 
 def run(workers: WorkerPool, name: str, layout: str, world_size: int, **settings: Any) -> Outcome:
     """Return the first rank's outcome."""
-    everyone = workers.run(play, name, layout, world_size, settings, world_size=world_size, init_process_group=False)
-    assert all(outcome.logged == everyone[0].logged for outcome in everyone)
-    first: Outcome = everyone[0]
-    return first
+    return runs.outcome_of(workers, play, name, layout, world_size, settings, world_size=world_size)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +122,7 @@ def play_with_moves(moves: SampleReallocation) -> tuple[Outcome, list[float]]:
     )  # fmt: skip
     moved = Moved()
     with moving(every=1, plan_balance=at_random):
-        outcome = runs.train(module, plan_of(module, "dp2"), 2, Games(), callbacks=[moved])  # type: ignore[arg-type]
+        outcome = runs.train(module, runs.plan_of(module, "dp2"), 2, Games(), callbacks=[moved])  # type: ignore[arg-type]
     return outcome, moved.counts
 
 
@@ -253,7 +246,7 @@ def converse(layout: str, mode: str, temperature: float) -> tuple[Outcome, float
         sampling=SamplingParams(n=2, max_new_tokens=60, temperature=temperature),
         conversation=Conversation(max_turns=5, max_turn_tokens=4), optimizer=partial(AdamW, lr=0.0), **settings,
     )  # fmt: skip
-    plan = runs.ReallocStrategy(plan_of(module, layout) if LAYOUTS[layout] > 1 else "static", **strategy)
+    plan = runs.ReallocStrategy(runs.plan_of(module, layout) if LAYOUTS[layout] > 1 else "static", **strategy)
     with moving(every=1, plan_balance=at_random) if mode == "moves" else nullcontext():
         outcome = runs.train(module, plan, LAYOUTS[layout], Openings(), callbacks=[moved])  # type: ignore[arg-type]
     return outcome, sum(moved.counts)

@@ -14,7 +14,6 @@ from tests.generation.random_moves import at_random, moving
 from tests.matrices import matrix
 from tests.models import tiny_model
 from tests.strategies import runs
-from tests.strategies.calls.test_speculation import plan_of
 from tests.strategies.runs import Batches, Outcome
 from tests.workers import WorkerPool
 
@@ -26,7 +25,7 @@ def run_grpo(layout: str, max_slots: int, drafts: Speculation | None, options: G
     """Train for two iterations, with samples that move at random where they may."""
     actor, reference = (tiny_model("llama", seed=seed, hidden_size=128) for seed in (0, 1))
     module = runs.grpo(actor=actor, reference=reference, speculation=drafts, generation=options)
-    plan = plan_of(module, layout)
+    plan = runs.plan_of(module, layout)
     plan["calls"]["actor.generate"] = {"layout": layout, "max_slots": max_slots}
     with moving(every=1, plan_balance=at_random):
         return runs.train(module, plan, runs.world_size(), Batches(2))

@@ -18,7 +18,7 @@ from tests.matrices import matrix
 from tests.models import UNEVEN_HEADS, tiny_model
 from tests.strategies import runs
 from tests.strategies.calls.test_sample_reallocation import Moved
-from tests.strategies.calls.test_speculation import ALGORITHMS, plan_of
+from tests.strategies.calls.test_speculation import ALGORITHMS
 from tests.strategies.runs import Batches, Outcome
 from tests.workers import WorkerFailure, WorkerPool
 
@@ -51,19 +51,12 @@ def run_some(name: str, layout: str, world_size: int, settings: dict[str, Any]) 
     strategy = settings.pop("strategy", {})
     optimizer = partial(AdamW, lr=1e-2, eps=1e-4)  # with the default eps the last bit of a tiny gradient decides
     module = ALGORITHMS[name](**{"sampling": SAMPLING, "optimizer": optimizer, **settings})
-    plan: Any = "static" if world_size == 1 else plan_of(module, layout)
-    if strategy:
-        plan = runs.ReallocStrategy(plan, **strategy)
-    return runs.train(module, plan, world_size, Batches(2))
+    return runs.train_in_layout(module, layout, world_size, Batches(2), strategy)
 
 
 def run(workers: WorkerPool, name: str, layout: str, world_size: int, **settings: Any) -> Outcome:
     """Return the first rank's outcome."""
-    everyone = workers.run(run_some, name, layout, world_size, settings, world_size=world_size,
-                           init_process_group=False)  # fmt: skip
-    assert all(outcome.logged == everyone[0].logged for outcome in everyone)
-    first: Outcome = everyone[0]
-    return first
+    return runs.outcome_of(workers, run_some, name, layout, world_size, settings, world_size=world_size)
 
 
 @pytest.mark.parametrize("name", matrix(["grpo", "ppo"], "grpo"))
@@ -130,7 +123,7 @@ def run_with_moves(layout: str, world_size: int, moves: SampleReallocation) -> t
     module = runs.grpo(actor=actor, reference=reference, sampling=SAMPLING, environment=informed, generation=generation)
     moved = Moved()
     with moving(every=1, plan_balance=at_random):
-        outcome = runs.train(module, plan_of(module, layout), world_size, Batches(2), callbacks=[moved])
+        outcome = runs.train(module, runs.plan_of(module, layout), world_size, Batches(2), callbacks=[moved])
     return outcome, moved.counts
 
 

@@ -17,7 +17,6 @@ from tests.matrices import matrix
 from tests.models import byte_tokenizer
 from tests.strategies import runs
 from tests.strategies.calls.test_rollout_budget import SAMPLING, Learnt, budget, learn
-from tests.strategies.calls.test_speculation import plan_of
 from tests.strategies.runs import Outcome
 from tests.workers import WorkerPool
 
@@ -66,9 +65,8 @@ def fit(name: str, layout: str, world_size: int, settings: dict[str, Any]) -> Ou
         **settings,
     }
     module = {"grpo": runs.grpo, "ppo": runs.ppo}[name](**given)
-    plan = runs.ReallocStrategy("static" if world_size == 1 else plan_of(module, layout), **strategy)
     with moving(every=1, plan_balance=at_random) if moves else nullcontext():
-        return runs.train(module, plan, world_size, runs.Batches(2))
+        return runs.train_in_layout(module, layout, world_size, runs.Batches(2), strategy)
 
 
 def run(workers: WorkerPool, name: str, layout: str, world_size: int, **settings: Any) -> list[Outcome]:

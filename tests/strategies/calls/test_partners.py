@@ -17,7 +17,6 @@ from tests.environments.talking import Talking
 from tests.matrices import matrix
 from tests.strategies import runs
 from tests.strategies.calls.test_agents import Games
-from tests.strategies.calls.test_speculation import plan_of
 from tests.strategies.runs import Outcome
 from tests.workers import WorkerPool
 
@@ -30,18 +29,12 @@ def talk(partner: str, layout: str, world_size: int, settings: dict[str, Any]) -
         sampling=SamplingParams(n=2, max_new_tokens=40), conversation=Conversation(max_turns=3),
         partners={"other": chat_model(2) if partner == "frozen" else partner}, learning_rate=1e-2, **settings,
     )  # fmt: skip
-    plan: Any = "static" if world_size == 1 else plan_of(module, layout)
-    if strategy:
-        plan = runs.ReallocStrategy(plan, **strategy)
-    return runs.train(module, plan, world_size, Games())  # type: ignore[arg-type]
+    return runs.train_in_layout(module, layout, world_size, Games(), strategy)
 
 
 def run(workers: WorkerPool, partner: str, layout: str, world_size: int, **settings: Any) -> Outcome:
     """Return the first rank's outcome."""
-    everyone = workers.run(talk, partner, layout, world_size, settings, world_size=world_size, init_process_group=False)
-    assert all(outcome.logged == everyone[0].logged for outcome in everyone)
-    first: Outcome = everyone[0]
-    return first
+    return runs.outcome_of(workers, talk, partner, layout, world_size, settings, world_size=world_size)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from lightning_realloc.strategies import ReallocStrategy
 from tests.matrices import matrix
 from tests.strategies import runs
 from tests.strategies.calls.test_conversations import informed
-from tests.strategies.calls.test_speculation import plan_of
 from tests.strategies.pool.test_set_plan import Move
 from tests.strategies.runs import Batches
 from tests.workers import WorkerFailure, WorkerPool
@@ -118,7 +117,7 @@ def learn(
     module = noted(algorithms[name])(
         runs.tiny_model("llama"), runs.low_tokens, reference=runs.tiny_model("llama", seed=1), **given
     )
-    plan = "static" if world_size == 1 else plan_of(module, layout)
+    plan = "static" if world_size == 1 else runs.plan_of(module, layout)
     placed = ReallocStrategy(plan, **(strategy or {}))
     record = runs.Record()
     callbacks: list[Callback] = [record, *([SaveAfter(*save)] if save else []), Move(moves or {})]

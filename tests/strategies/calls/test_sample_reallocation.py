@@ -17,7 +17,6 @@ from tests.generation.random_moves import at_random, moving
 from tests.matrices import matrix
 from tests.models import UNEVEN_HEADS, tiny_model
 from tests.strategies import runs
-from tests.strategies.calls.test_speculation import plan_of
 from tests.strategies.runs import Batches, Outcome
 from tests.workers import WorkerPool
 
@@ -48,7 +47,7 @@ def run_algorithm(
     module = runs.grpo(actor=actor, reference=reference, speculation=drafting, generation=generation)
     moved = Moved()
     with moving(every=1, plan_balance=at_random):
-        plan = plan_of(module, layout)
+        plan = runs.plan_of(module, layout)
         plan["calls"]["actor.generate"] = {"layout": layout, "max_slots": max_slots}
         outcome = runs.train(module, plan, world_size, Batches(2), callbacks=[moved])
     return outcome, moved.counts

@@ -25,13 +25,7 @@ ALGORITHMS = {"grpo": runs.grpo, "ppo": runs.ppo}
 def run_algorithm(name: str, layout: str, speculation: Speculation | None, **settings: Any) -> Outcome:
     """Return the outcome of two iterations on two ranks."""
     module = ALGORITHMS[name](speculation=speculation, **settings)
-    return runs.train(module, plan_of(module, layout), 2, Batches(2))
-
-
-def plan_of(module: Any, layout: str) -> dict[str, Any]:
-    """Return a plan that generates in ``layout`` and does everything else in another."""
-    placed = [call for call in module.dataflow.calls if call.role is not None]
-    return {"calls": {call.name: layout if call.kind == "generate" else "dp2" for call in placed}}
+    return runs.train(module, runs.plan_of(module, layout), 2, Batches(2))
 
 
 DRAFTING = {"history": Speculation(num_draft_tokens=3), "ngram": Speculation(drafter="ngram")}
@@ -108,7 +102,7 @@ def run_epochs(drafter: str) -> tuple[list[float], Outcome]:
         actor.lm_head.weight.mul_(30.0)  # a policy that is certain of some tokens, as trained ones are
     module = runs.grpo(actor=actor, speculation=drafting, sampling=sampling, learning_rate=1e-4)
     record = DraftRates()
-    outcome = runs.train(module, plan_of(module, "dp2"), 2, Batches(2), max_epochs=3, callbacks=[record])
+    outcome = runs.train(module, runs.plan_of(module, "dp2"), 2, Batches(2), max_epochs=3, callbacks=[record])
     return record.rates, outcome
 
 
@@ -147,7 +141,7 @@ def run_choosing(dynamic: bool) -> list[set[str]]:
     else:
         module = BestOfN(tiny_model("llama"), runs.low_tokens, **settings)
     record = Logged()
-    runs.train(module, plan_of(module, "dp2"), 2, Batches(2), max_epochs=1, callbacks=[record])
+    runs.train(module, runs.plan_of(module, "dp2"), 2, Batches(2), max_epochs=1, callbacks=[record])
     return record.names
 
 

@@ -20,7 +20,8 @@ from tests.workers import WorkerPool
 
 pytest.importorskip("trl", reason="chat templates of TRL: pip install 'lightning-realloc[parity]'")
 
-from tests.environments.trl_agents import EchoEnv, IncrementEnv, chat_tokenizer_of, hermes, look_up, multiply
+from tests.environments.some_tools import Counter
+from tests.environments.trl_agents import EchoEnv, chat_tokenizer_of, hermes, look_up, multiply
 
 ACTIONS = (
     hermes("multiply", a=2, b=3),
@@ -128,7 +129,7 @@ def replay(row: Mapping[str, Any], tools: Sequence[Any], kind: type | None) -> t
         if number < MAX_TURNS:
             expected += [answer(functions, call["function"]) for call in message.get("tool_calls", ())]
     rewards = [len(turns), len(expected) if row["start"] else 0]
-    if isinstance(made, IncrementEnv):
+    if isinstance(made, Counter):
         rewards.append(int(made.get_reward()))
     elif isinstance(made, EchoEnv):
         rewards.append(len(made.heard))
@@ -151,9 +152,9 @@ def result(found: Any) -> Any:
 
 SETTINGS: Mapping[str, dict[str, Any]] = {
     "functions": {"tools": [multiply, look_up]},
-    "an environment": {"environment": IncrementEnv},
+    "an environment": {"environment": Counter},
     "several environments and functions": {
-        "environment": {"counter": IncrementEnv, "echo": EchoEnv}, "tools": [multiply, look_up],
+        "environment": {"counter": Counter, "echo": EchoEnv}, "tools": [multiply, look_up],
     },
 }  # fmt: skip
 

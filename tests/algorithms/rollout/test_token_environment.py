@@ -12,7 +12,11 @@ from jsonargparse import ArgumentParser
 
 from lightning_realloc import GAE
 from lightning_realloc.algorithms.base.rollout_columns import Dialogue, RowEnvironment, response_summary, rollout_of
-from lightning_realloc.algorithms.rollout.environments import EnvironmentSource, import_environment, make_environment
+from lightning_realloc.algorithms.rollout.token_environment import (
+    EnvironmentSource,
+    import_environment,
+    make_environment,
+)
 from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
