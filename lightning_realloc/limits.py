@@ -53,6 +53,9 @@ parameters over gloo, twice as much is no faster (`docs/benchmarks/reallocation.
 PACK_BELOW_BYTES = 64 << 10
 """Pieces of weights below this size are packed into one message per peer and round, because a copy costs less than a
 message."""
+MAX_MOVING_BYTES = 256 << 20
+"""Offloaded activations whose copies may be under way in each direction. Raising it hides slower copies, and takes
+memory."""
 TILED_ROWS_PER_WIDTH = 2
 """Rows of logits for each feature of a hidden state, up to which the logits of a trained head are computed whole: the
 gradients of its weight, of a tile and summed, take more memory than so few logits."""

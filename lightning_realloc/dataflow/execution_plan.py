@@ -44,6 +44,8 @@ class CallPlan:
     max_slots: int = 64
     """Maximum number of sequences that a generation engine decodes at once, per data-parallel rank. With an
     environment, as many more may keep their keys and values while they wait for its answer."""
+    activation_offload: bool = False
+    """Keep activations in host memory until the backward pass; applies to training calls on CUDA devices only."""
 
     def __post_init__(self) -> None:
         if self.micro_batch_tokens is not None and not is_count(self.micro_batch_tokens):
@@ -54,13 +56,14 @@ class CallPlan:
             raise PlanError(
                 f"max_slots={self.max_slots!r} must be a whole number, at least 1: the sequences decoded at once"
             )
-        if not isinstance(self.gradient_checkpointing, bool):
-            raise PlanError(f"gradient_checkpointing={self.gradient_checkpointing!r} must be true or false")
+        for name in ("gradient_checkpointing", "activation_offload"):
+            if not isinstance(getattr(self, name), bool):
+                raise PlanError(f"{name}={getattr(self, name)!r} must be true or false")
 
     @property
-    def options(self) -> tuple[int | None, bool, int]:
+    def options(self) -> tuple[int | None, bool, int, bool]:
         """All fields but the layout, in the order in which the constructor takes them."""
-        return self.micro_batch_tokens, self.gradient_checkpointing, self.max_slots
+        return self.micro_batch_tokens, self.gradient_checkpointing, self.max_slots, self.activation_offload
 
     @classmethod
     def parse(cls, name: str, entry: object) -> CallPlan:
@@ -106,6 +109,7 @@ _OPTIONS_OF = {
     "micro_batch_tokens": ("infer", "train"),
     "gradient_checkpointing": ("train",),
     "max_slots": ("generate",),
+    "activation_offload": ("train",),
 }
 """Option of a call's plan -> kinds of calls that use it."""
 

@@ -93,7 +93,7 @@ def test_an_error_names_the_call_of_the_plan_rather_than_one_that_copies_its_lay
         ([{"calls": {}}], r"an execution plan has the key 'calls', .* got \[{'calls'"),
         ({"calls": {"a": 4}}, r"calls\.a is 4; write a layout such as 'fsdp4@0-3'"),
         ({"calls": {"a": {"micro_batch_tokens": 4}}}, r"calls\.a is .*; write a layout such as"),
-        ({"calls": {"a": {"layout": "tp2", "slots": 4}}}, r"calls\.a has no option 'slots'; it has gradient_check"),
+        ({"calls": {"a": {"layout": "tp2", "slots": 4}}}, r"calls\.a has no option 'slots'; it has activation_off"),
         ({"calls": {"a": "tp2@0-2"}}, r"calls\.a: "),
         ({"calls": {"a": "zp2"}}, r"calls\.a: "),
         (
@@ -118,7 +118,7 @@ def test_a_plan_names_every_call_once() -> None:
 
 
 def test_an_option_of_the_wrong_type_is_named() -> None:
-    for option, value in (("max_slots", "many"), ("micro_batch_tokens", 1.5), ("gradient_checkpointing", "yes")):
+    for option, value in (("max_slots", "many"), ("micro_batch_tokens", 1.5), ("activation_offload", "yes")):
         with pytest.raises(PlanError, match=rf"calls\.a: {option}={value!r} must be "):
             ExecutionPlan.from_mapping({"calls": {"a": {"layout": "tp2", option: value}}})
 

@@ -127,6 +127,12 @@ def unknown_option() -> Any:
     return runs.sft(), {"calls": {"actor.train": {"layout": "fsdp2", "microbatch": 4}}}, Batches(1, responses=True)
 
 
+def offload_without_a_gpu() -> Any:
+    """Activations that would leave a device for the memory in which they are."""
+    plan = calls(actor_train={"layout": "fsdp2", "activation_offload": True})
+    return runs.sft(), plan, Batches(1, responses=True)
+
+
 def missing_plan_file() -> Any:
     """A path that does not exist."""
     return runs.sft(), "no/such/plan.yaml", Batches(1, responses=True)
@@ -168,7 +174,8 @@ def test_invalid_plans_are_refused(workers: WorkerPool) -> None:
             plan_for_another_world: "PlanError: the plan leaves rank 1 without any call, and this run has 2 ranks",
             call_without_layout: "PlanError: the plan gives no layout for reference.infer; add a line",
             unknown_call: "names critic.train, which this algorithm does not have; it has actor.infer, actor.train",
-            unknown_option: "calls.actor.train has no option 'microbatch'; it has gradient_checkpointing",
+            unknown_option: "calls.actor.train has no option 'microbatch'; it has activation_offload",
+            offload_without_a_gpu: "PlanError: calls.actor.train: activation_offload moves activations from a CUDA",
             missing_plan_file: "PlanError: plan file no/such/plan.yaml: ",
             no_tensor_parallel_plan: "LayoutError: ",
             style_that_leaves_out_gradients: "LayoutError: actor: the gradient of model.layers.0.mlp.act_fn.alpha_",

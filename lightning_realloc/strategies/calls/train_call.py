@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,6 +25,7 @@ from lightning_realloc.batch.training import (
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import LayoutError, PlanError, ReallocError
 from lightning_realloc.layout import AXES
+from lightning_realloc.runtime.forward.activation_offload import ActivationOffload
 from lightning_realloc.runtime.model.training_mode import set_training_mode
 from lightning_realloc.runtime.parallel.compiled import compiled_blocks
 from lightning_realloc.runtime.parallel.gradients import (
@@ -96,7 +97,7 @@ class TrainCalls:
         parts = (self._smaller.divided(call, step.shares[share]) for step in steps)
         self._record.expect_parts(sum(map(len, parts)), "micro-batches")
         set_training_mode(replica.model, dropout=algorithm.dropout)
-        with self._dropout_masks(replica), compiled_blocks(replica.model, options.compile):
+        with self._dropout_masks(replica), compiled_blocks(replica.model, options.compile), self._offloaded(job):
             for step in steps:
                 totals = table.totals(step.positions, group_size=algorithm.group_size, sums_of=algorithm.totals_of)
                 totals = self._without_excluded(job, call, step.shares[share], totals)
@@ -138,6 +139,12 @@ class TrainCalls:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             yield
+
+    def _offloaded(self, job: _Job) -> AbstractContextManager[None]:
+        """Keep activations on the host between the passes if the plan says so."""
+        if not self._context.pool.plan.call(job.call.name).activation_offload:
+            return nullcontext()
+        return ActivationOffload(self._context.device).around(job.replica.model)
 
     def _step(self, job: _Job, micro_batches: Sequence[MicroBatch], totals: Totals, sums: _MetricSums) -> bool:
         """Take one optimizer step; return False if its mini-batch exceeds a limit, without a step.

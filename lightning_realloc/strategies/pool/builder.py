@@ -107,7 +107,7 @@ class PoolBuilder:
         """Return a checked plan for models of these shapes, the same on all ranks.
 
         Raises:
-            PlanError: when ranks hold different plans, and for one that does not fit the algorithm or the ranks.
+            PlanError: when ranks hold different plans, and for one that does not fit the algorithm, ranks or device.
             LayoutError: for a layout that does not fit its model.
         """
         plan = self._make_plan(source, specs).completed(self.dataflow)
@@ -115,6 +115,12 @@ class PoolBuilder:
             raise PlanError("ranks hold different execution plans; give every process the same file or object")
         plan.check(self.dataflow, self.facts.world_size)
         plan.check_models(self.dataflow, specs)
+        offloading = [name for name, call in plan.calls if call.activation_offload]
+        if offloading and self.facts.device.type != "cuda":
+            raise PlanError(
+                f"calls.{offloading[0]}: activation_offload moves activations from a CUDA device to host memory, and "
+                f"this run is on {self.facts.device.type}; leave it out, or set gradient_checkpointing"
+            )
         return plan
 
     def _make_plan(self, source: NamedPlan, specs: Mapping[str, ModelSpec]) -> ExecutionPlan:

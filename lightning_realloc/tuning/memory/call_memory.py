@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 from lightning_realloc.dataflow.dataflow import CallKind
 from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.limits import CHUNK_ELEMENTS, GATHERED_SUM_BYTES, MAX_PREFILL_TOKENS, TILE_ELEMENTS, is_tiled
+from lightning_realloc.limits import (
+    CHUNK_ELEMENTS,
+    GATHERED_SUM_BYTES,
+    MAX_MOVING_BYTES,
+    MAX_PREFILL_TOKENS,
+    TILE_ELEMENTS,
+    is_tiled,
+)
 from lightning_realloc.tuning.memory.call_shape import CallShape
 from lightning_realloc.tuning.memory.generation_memory import (
     Cache,
@@ -322,5 +329,7 @@ class CallMemory:
         return moments
 
     def _kept_activations(self, tokens: int) -> int:
+        """Return the bytes that a pass keeps on the device: of offloaded activations, those that move."""
         each = self._hidden(tokens) if self.plan.gradient_checkpointing else self._saved(tokens)
-        return self.sizes.num_blocks * each
+        kept = self.sizes.num_blocks * each
+        return min(kept, each + MAX_MOVING_BYTES) if self.plan.activation_offload else kept

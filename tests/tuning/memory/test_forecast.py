@@ -248,6 +248,16 @@ def test_checkpointing_and_smaller_micro_batches_keep_fewer_activations() -> Non
     assert activations(micro_batch_tokens=10) < activations(micro_batch_tokens=20) < activations()
 
 
+def test_ranks_that_divide_rows_and_host_memory_keep_fewer_activations() -> None:
+    load = replace(LOAD, response_tokens=1_000_000, micro_batch_tokens=10_000_000)
+
+    def activations(**options: object) -> int:
+        return forecast(plan("dp1", "dp1", {"layout": "dp1", **options}), load).at("actor.train", 0).activations
+
+    assert activations(layout="fsdp2.cp2") == pytest.approx(activations(layout="fsdp2") / 2, rel=1e-3)
+    assert activations(activation_offload=True) < 0.8 * activations()
+
+
 def test_without_a_workload_only_bytes_independent_of_sequences_are_counted() -> None:
     for entry in forecast(plan("dp4", "dp4", "fsdp4")).phases:
         assert entry.parts.activations == entry.parts.logits == entry.parts.kv_cache == 0
