@@ -14,7 +14,7 @@ from lightning_realloc.layout.cuts import (
     sharded,
 )
 from lightning_realloc.layout.dims import AXES, Coordinate, Layout, ParallelDims, Share, format_ranks, parse_ranks
-from lightning_realloc.layout.model import ModelLayout, ModelSpec, ParamSpec, stage_blocks, stage_of_block
+from lightning_realloc.layout.model import ModelLayout, ModelSpec, ParamSpec
 from lightning_realloc.layout.region import Region, tiles
 from lightning_realloc.layout.sharding import LocalShard, Piece, local_shard
 
@@ -42,7 +42,5 @@ __all__ = [
     "local_shard",
     "parse_ranks",
     "sharded",
-    "stage_blocks",
-    "stage_of_block",
     "tiles",
 ]

@@ -6,14 +6,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal, get_args
 
 from lightning_realloc.errors import LayoutError
-from lightning_realloc.layout.cuts import Cut, FsdpCut, TensorParallelCut, head_bounds, share_bounds
+from lightning_realloc.layout.cuts import Cut, FsdpCut, TensorParallelCut, head_bounds
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.sharding import LocalShard, Piece, local_shard
 
@@ -93,6 +95,9 @@ class ModelSpec:
     """Reason why tp > 1 is impossible for this model; None when it is possible."""
     attention_heads: tuple[tuple[int, int], ...] = ()
     """Numbers of query and key-value heads of the kinds of attention layers; empty if they are unknown."""
+    costs: tuple[int, ...] = ()
+    """Relative costs per token of the input, of every block, and of the output, which pipeline stages balance. (): only
+    blocks cost something, all the same."""
     _by_name: dict[str, ParamSpec] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -101,6 +106,11 @@ class ModelSpec:
             names = [param.name for param in self.params]
             repeated = sorted({name for name in names if names.count(name) > 1})
             raise LayoutError(f"parameters {repeated} are listed more than once; list tied names as aliases")
+        if self.costs and len(self.costs) != self.num_blocks + 2:
+            raise LayoutError(
+                f"costs has {len(self.costs)} entries for num_blocks={self.num_blocks}; give one for the input, one "
+                "for each block and one for the output"
+            )
         for param in self.params:
             if param.block is not None and not 0 <= param.block < self.num_blocks:
                 raise LayoutError(f"{param.name}: block={param.block} must be below num_blocks={self.num_blocks}")
@@ -119,6 +129,10 @@ class ModelSpec:
         if owner not in self._by_name:
             raise LayoutError(f"the model has no parameter {name!r}; it has {', '.join(list(self._by_name)[:4])}, …")
         return self._by_name[owner]
+
+    def stage_blocks(self, pp: int) -> tuple[range, ...]:
+        """Return the blocks of each of ``pp`` pipeline stages."""
+        return balanced_stages(self.costs or (0, *(1,) * self.num_blocks, 0), pp)
 
     def tensor_parallel_degrees(self, limit: int) -> tuple[int, ...]:
         """Return the tp degrees up to ``limit`` that every parameter allows."""
@@ -149,6 +163,8 @@ class ModelLayout:
 
     model: ModelSpec
     layout: Layout
+    _first_blocks: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """First block of every pipeline stage."""
 
     def __post_init__(self) -> None:
         tp = self.layout.count(*TensorParallelCut.axes)
@@ -157,6 +173,8 @@ class ModelLayout:
         self._check_cuts()
         self._check_tokens(tp)
         self._check_pipeline()
+        runs = self.model.stage_blocks(self.layout.dims.pp)
+        object.__setattr__(self, "_first_blocks", tuple(run.start for run in runs))
 
     def cut_dims(self) -> dict[str, set[int]]:
         """Return, for every axis along which ranks divide parameters, the dims that are cut."""
@@ -175,10 +193,12 @@ class ModelLayout:
 
     def stages(self, name: str) -> tuple[int, ...]:
         """Return the pipeline stages that hold the parameter: one, or the first and the last for "ends"."""
-        param, pp = self.model.param(name), self.layout.dims.pp
+        param, last = self.model.param(name), self.layout.dims.pp - 1
         if param.block is not None:
-            return (stage_of_block(param.block, self.model.num_blocks, pp),)
-        return {"input": (0,), "output": (pp - 1,), "ends": tuple(sorted({0, pp - 1}))}[param.section]
+            return (bisect_right(self._first_blocks, param.block) - 1,)
+        if param.section == "ends" and last > 0:
+            return (0, last)
+        return (0 if param.section == "input" else last,)
 
     def names(self, rank: int) -> tuple[str, ...]:
         """Return the parameters of the rank's pipeline stage, including empty shards; () outside the layout."""
@@ -272,18 +292,41 @@ class ModelLayout:
                 )
 
 
-def stage_of_block(block: int, num_blocks: int, pp: int) -> int:
-    """Return the stage of a block when ``pp`` stages share ``num_blocks`` in contiguous runs.
-
-    The first stages hold one block more if the division has a remainder. Unlike torch.chunk this leaves no stage
-    empty, because a stage without parameters cannot be trained.
-    """
-    share, longer = divmod(num_blocks, pp)
-    edge = longer * (share + 1)
-    return block // (share + 1) if block < edge else longer + (block - edge) // share
-
-
 @lru_cache(maxsize=4096)
-def stage_blocks(num_blocks: int, pp: int) -> tuple[range, ...]:
-    """Return the blocks of every stage, consistent with ``stage_of_block``."""
-    return tuple(range(*share_bounds(num_blocks, pp, stage)) for stage in range(pp))
+def balanced_stages(costs: tuple[int, ...], pp: int) -> tuple[range, ...]:
+    """Return the blocks of every stage: contiguous runs, at least one block each.
+
+    Of all divisions, it has the cheapest most expensive stage, then the cheapest second one, and so on. Of equal ones,
+    earlier stages have more blocks. Exact, by dynamic programming over the blocks that the first stages hold.
+
+    Args:
+        costs: Costs of the input, which the first stage runs, of every block, and of the output, which the last runs.
+
+    >>> balanced_stages((0, 1, 1, 1, 1, 1, 1, 3), pp=3)
+    (range(0, 3), range(3, 5), range(5, 6))
+    """
+    first, *blocks, last = costs
+    if pp == 1:
+        return (range(len(blocks)),)
+    assert pp <= len(blocks), "ModelLayout refuses more stages than blocks"
+    blocks[0] += first
+    blocks[-1] += last
+    before = [0, *itertools.accumulate(blocks)]
+    most = before[-1] // pp + max(blocks)  # filling stages up to their mean, one block more, needs no further stage
+    # Blocks that the first stages hold -> costs of these stages, descending, and the first block of each.
+    best: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {0: ((), ())}
+    for stage in range(pp):
+        reached: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        for end in range(stage + 1, len(blocks) - (pp - stage - 1) + 1):
+            starts = (n for n in range(end - 1, stage - 1, -1) if n in best and before[end] - before[n] <= most)
+            found = [(_descending(best[start][0], before[end] - before[start]), start) for start in starts]
+            if found:
+                stage_costs, start = min(found, key=lambda one: one[0])
+                reached[end] = stage_costs, (*best[start][1], start)
+        best = reached
+    begins = best[len(blocks)][1]
+    return tuple(map(range, begins, (*begins[1:], len(blocks))))
+
+
+def _descending(costs: tuple[int, ...], cost: int) -> tuple[int, ...]:
+    return tuple(sorted((*costs, cost), reverse=True))

@@ -118,7 +118,7 @@ def models(draw: st.DrawFn) -> ModelSpec:
             for index, param in enumerate(block_params)
         ]
     params.append(draw(cut_params("head", "output", None)))
-    return ModelSpec(tuple(params), num_blocks)
+    return ModelSpec(tuple(params), num_blocks, costs=draw(st.sampled_from([(), (0, *range(1, num_blocks + 1), 2)])))
 
 
 @st.composite

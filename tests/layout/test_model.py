@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from dataclasses import fields
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import (
@@ -18,9 +20,9 @@ from lightning_realloc.layout import (
     ParamSpec,
     TensorParallelCut,
     sharded,
-    stage_blocks,
-    stage_of_block,
 )
+from lightning_realloc.layout.cuts import share_bounds
+from lightning_realloc.layout.model import balanced_stages
 from tests.layout.examples import SMALL, layout_pairs
 
 AXES_THAT_RUN = ("pp", "dp", "fsdp", "cp", "tp")
@@ -52,16 +54,36 @@ def test_ranks_that_divide_rows_divide_the_query_heads_of_a_rank(text: str) -> N
     lay("cp2.tp2")
 
 
-def test_stages_are_contiguous_runs_of_blocks_and_not_empty() -> None:
-    assert stage_blocks(5, 4) == (range(0, 2), range(2, 3), range(3, 4), range(4, 5))
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=3, max_size=10), st.data())
+def test_no_division_has_a_cheaper_most_expensive_stage(costs: list[int], data: st.DataObject) -> None:
+    num_blocks = len(costs) - 2
+    pp = data.draw(st.integers(1, num_blocks))
+
+    def stage_costs(begins: tuple[int, ...]) -> list[int]:
+        bounds = itertools.pairwise((0, *(begin + 1 for begin in begins), len(costs)))
+        return sorted((sum(costs[start:stop]) for start, stop in bounds), reverse=True)
+
+    runs = balanced_stages(tuple(costs), pp)
+
+    assert [block for run in runs for block in run] == list(range(num_blocks))
+    assert min(map(len, runs)) >= 1
+    cheapest = min(map(stage_costs, itertools.combinations(range(1, num_blocks), pp - 1)))
+    assert stage_costs(tuple(run.start for run in runs[1:])) == cheapest
+
+
+def test_equal_blocks_are_divided_evenly_and_earlier_stages_have_more() -> None:
     for num_blocks in range(1, 12):
         for pp in range(1, num_blocks + 1):
-            runs = stage_blocks(num_blocks, pp)
-            assert [block for run in runs for block in run] == list(range(num_blocks))
-            assert all(
-                stage_of_block(block, num_blocks, pp) == stage for stage, run in enumerate(runs) for block in run
-            )
-            assert min(map(len, runs)) >= 1
+            even = tuple(range(*share_bounds(num_blocks, pp, stage)) for stage in range(pp))
+            assert balanced_stages((0, *(1,) * num_blocks, 0), pp) == even
+
+
+def test_a_head_takes_the_place_of_blocks_on_the_last_stage_also_in_a_subset() -> None:
+    params = (*(ParamSpec(f"w{i}", (4, 4), block=i) for i in range(5)), ParamSpec("head", (4, 9), section="output"))
+    layout = lay("pp2", ModelSpec(params, 5, costs=(0, 1, 1, 1, 1, 1, 3)))
+    assert [layout.names(rank) for rank in (0, 1)] == [("w0", "w1", "w2", "w3"), ("w4", "head")]
+    assert layout.subset({"w3", "w4"}).names(0) == ("w3",)
 
 
 def test_input_lies_on_the_first_stage_and_output_on_the_last() -> None:
@@ -194,6 +216,7 @@ def test_a_model_that_contradicts_itself_is_refused() -> None:
     for build, words in [
         (lambda: ModelSpec((weight, weight), 1), "listed more than once"),
         (lambda: ModelSpec((weight,), 0), "block=0 must be below num_blocks=0"),
+        (lambda: ModelSpec((weight,), 1, costs=(1, 1)), "costs has 2 entries for num_blocks=1"),
         (lambda: ModelSpec((weight,), 1, aliases=(("a", "b"),)), "must map a name outside params to one inside"),
         (lambda: ModelSpec((weight,), 1).param("x"), "no parameter 'x'"),
         (lambda: ParamSpec("w", (4,)), "block=None"),

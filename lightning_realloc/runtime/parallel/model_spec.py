@@ -5,14 +5,18 @@ A `ModelSpec` holds no tensors, and every plan and layout starts from one. Works
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import ModelSpec, ParamSpec, sharded
 from lightning_realloc.layout.model import Section
+from lightning_realloc.limits import EXPERT_COUNT_KEYS
+from lightning_realloc.runtime.model.quantized import quantized_layers
 from lightning_realloc.runtime.model.structure import find_blocks, tied_names
 from lightning_realloc.runtime.parallel.tp_check import find_mixed_features
 from lightning_realloc.runtime.parallel.tp_plan import count_heads, read_tp_plan
@@ -53,7 +57,8 @@ def describe_model(
         cuts = sharded(plan.cuts.get(name))
         params.append(ParamSpec(name, tuple(model.get_parameter(name).shape), cuts, section, block))
     aliases = tuple((name, owner) for owner, names in owners.items() for name in names[1:])
-    spec = ModelSpec(tuple(params), len(blocks), aliases, plan.refusal, count_heads(model, plan))
+    costs = _costs(model, blocks, places)
+    spec = ModelSpec(tuple(params), len(blocks), aliases, plan.refusal, count_heads(model, plan), costs)
     most_ranks = spec.tensor_parallel_degrees(max_tp)[-1]
     mixed = find_mixed_features(model, plan, most_ranks) if most_ranks > 1 else None
     return replace(spec, tp_refusal=spec.tp_refusal or mixed)
@@ -71,6 +76,30 @@ def _places(model: nn.Module, blocks: list[str]) -> dict[str, tuple[Section, int
             embeds = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
             places[name] = "input" if embeds else others, None
     return places
+
+
+def _costs(model: nn.Module, blocks: list[str], places: Mapping[str, tuple[Section, int | None]]) -> tuple[int, ...]:
+    """Return the multiplications per token in the input, in every block and in the output.
+
+    These are the elements of matrices; of experts, the share that a token is routed to. Embeddings look up rows.
+    Attention's scores, which depend on the context, are left out.
+    """
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    num_experts = next((count for key in EXPERT_COUNT_KEYS if (count := getattr(text, key, None))), 0)
+    per_token = getattr(text, "num_experts_per_tok", None)
+    costs, packed = [0] * (len(blocks) + 2), quantized_layers(model)
+    for module_name, module in model.named_modules():
+        shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters(recurse=False)}
+        if module_name in packed:
+            shapes["weight"] = module.in_features, module.out_features
+        for own, shape in shapes.items() if not isinstance(module, nn.Embedding) else ():
+            name, size = f"{module_name}.{own}".lstrip("."), math.prod(shape) if len(shape) > 1 else 0
+            if num_experts and per_token and (".experts." in name or (len(shape) == 3 and shape[0] == num_experts)):
+                size = size * per_token // num_experts
+            section, block = places.get(name) or ("block", _block_of(name, blocks))
+            costs[block + 1 if block is not None else 0 if section == "input" else -1] += size
+    return tuple(costs)
 
 
 def _block_of(name: str, blocks: list[str]) -> int | None:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import ModelLayout
-from lightning_realloc.layout.model import stage_blocks
 from lightning_realloc.runtime.model.dry_run import Placeholder
 from lightning_realloc.runtime.model.structure import find_blocks, tied_names
 
@@ -131,7 +130,7 @@ def cut_stage(model: nn.Module, model_layout: ModelLayout, rank: int) -> None:
     index = layout.coordinate(rank).pp
     io = StageIO(index, layout.dims.pp, _hidden_size(model))
     blocks = find_blocks(model)
-    own = stage_blocks(len(blocks), layout.dims.pp)[index]
+    own = model_layout.model.stage_blocks(layout.dims.pp)[index]
     for number, (name, block) in enumerate(blocks):
         if number not in own:
             kind = {own.start - 1: _StageInput, own.stop: _StageOutput}.get(number, _Placeholder)

@@ -18,7 +18,6 @@ from lightning_realloc.dataflow.dataflow import CallKind
 from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import AXES, Layout, ParallelDims
-from lightning_realloc.layout.model import stage_blocks
 from lightning_realloc.limits import MAX_CAPTURED_TOKENS
 from lightning_realloc.tuning.estimate.estimator import CallSeconds
 from lightning_realloc.tuning.estimate.hardware import Group, Links
@@ -109,6 +108,8 @@ class CallCost:
     """Trained elements of the rank that holds most of them, with padding."""
     num_tied: int
     """Trained elements of the fullest rank that another pipeline stage holds, too."""
+    stage_blocks: tuple[int, ...]
+    """Number of blocks of every pipeline stage."""
     trained_share: float
     """Fraction of the model's elements that have gradients."""
     dims: ParallelDims
@@ -220,10 +221,10 @@ class CallCost:
         return Pass(self.kernels.head(rows) + self.kernels.sampling(rows), self._join_logits(rows))
 
     def _slowest_stage(self, block: Pass, head: Pass) -> Pass:
-        """Return the slowest stage: the first one, with most blocks, or the last one, with the head."""
-        blocks = [len(run) for run in stage_blocks(self.kernels.shape.num_layers, self.dims.pp)]
-        last = block.repeated(blocks[-1]).plus(head)
-        return max(block.repeated(blocks[0]), last, key=lambda stage: stage.total) if self.dims.pp > 1 else last
+        """Return the slowest stage: the one with most blocks, or the last one, with the head."""
+        *others, blocks = self.stage_blocks
+        last = block.repeated(blocks).plus(head)
+        return max(last, block.repeated(max(others, default=0)), key=lambda stage: stage.total)
 
     def _launched(self, compute: float, exchange: float, launch: float) -> Pass:
         """Return the pass of a block: its kernels or the host's launches of them, whichever takes longer."""
@@ -302,7 +303,7 @@ class CallCost:
     def _exposed(self, communication: float, overlapped: Pass) -> float:
         if not self.links.efficiency.hides_communication:
             return communication
-        blocks = max(1, math.ceil(self.kernels.shape.num_layers / self.dims.pp))
+        blocks = max(1, *self.stage_blocks)
         return max(communication - overlapped.total, communication / blocks)
 
     def _optimize(self) -> CallSeconds:

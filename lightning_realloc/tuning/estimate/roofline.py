@@ -94,6 +94,7 @@ class RooflineEstimator:
             num_sharded=max(sizes.num_sharded for sizes in ends),
             num_trained_sharded=max(sizes.num_trained_sharded for sizes in ends),
             num_tied=max(sizes.num_tied for sizes in ends),
+            stage_blocks=tuple(map(len, elements.role.model.stage_blocks(dims.pp))),
             trained_share=elements.num_trained / elements.num_elements,
             dims=dims,
             place=place or self.place(plan.layout),

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from lightning_realloc.layout.cuts import Cut
 from lightning_realloc.layout.dims import AXES, Layout, ParallelDims
-from lightning_realloc.layout.model import ModelLayout, ParamSpec, stage_blocks
+from lightning_realloc.layout.model import ModelLayout, ParamSpec
 from lightning_realloc.layout.sharding import LocalShard
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory, is_adapted
 
@@ -114,6 +114,8 @@ class RoleElements:
         self._laid = cache(self._lay_out)
         self._count = cache(self._count_rank)
         self._shards_at = cache(self._cut_at)
+        self.places = cache(self._place_stages)
+        """Degree pp -> the first place, and one past the last, of each stage and family: (2, stages, families)."""
         self.shards = cache(self._cut_everywhere)
         """Degrees -> the shards of each family."""
 
@@ -127,12 +129,16 @@ class RoleElements:
         return self._count(layout.dims, stage, position)
 
     def on_stages(self, dims: ParallelDims) -> list[RankElements]:
-        """Return the counts of the first ranks of the first and of the last stage; no rank in between holds more.
+        """Return the counts of the first ranks of stages: the first one of equal stages, and the last stage.
 
         Raises:
             LayoutError: for degrees that do not fit the model.
         """
-        return [self._count(dims, stage, 0) for stage in sorted({0, dims.pp - 1})]
+        self._laid(ParallelDims(pp=dims.pp))  # refuses more stages than blocks
+        begin, end = self.places(dims.pp)
+        held = np.hstack([count_between(counts, begin, end) for counts in (self.counts, self.trained_counts)])
+        _, different = np.unique(held, axis=0, return_index=True)
+        return [self._count(dims, stage, 0) for stage in sorted({*different.tolist(), dims.pp - 1})]
 
     def tensors(self, layout: Layout, rank: int, *, unlike: Layout | None = None, trained_too: bool = True) -> int:
         """Return the elements of a rank's tensors, without padding.
@@ -156,9 +162,8 @@ class RoleElements:
         """Return the shape of each family's tensor on the first rank."""
         return [shard.shape for shard in self._shards_at(inside(dims), 0)]
 
-    def places(self, pp: int) -> IntArray:
-        """Return the first place, and one past the last, of each stage and family: (2, stages, families)."""
-        runs = stage_blocks(self.role.model.num_blocks, pp)
+    def _place_stages(self, pp: int) -> IntArray:
+        runs = self.role.model.stage_blocks(pp)
         places = np.array([[run.start + (run.start > 0), run.stop + 1] for run in runs])
         places[-1, 1] += 1
         of_ends = np.array([[0 if stage in (0, pp - 1) else 1, 1] for stage in range(pp)])

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lightning_realloc.errors import LayoutError
@@ -45,6 +46,20 @@ def test_a_tied_head_is_an_alias_of_the_embedding() -> None:
 
     assert spec.aliases == (("lm_head.weight", "model.embed_tokens.weight"),)
     assert spec.param("lm_head.weight").section == "ends"
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "qwen3_moe"])
+def test_costs_are_the_multiplications_of_a_token(family: str) -> None:
+    model = tiny_model(family, experts_implementation="eager")  # whose products the counter sees
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.tensor([[5]]))
+
+    costs = describe_model(model).costs
+
+    assert costs[0] == 0 and costs[1] == costs[2]
+    assert costs[3] == 128 * 64  # also of a tied head
+    # Two floating-point operations each. Attention to one token, which costs leave out, takes less than 1 %.
+    assert 2 * sum(costs) == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
 def test_key_value_heads_allow_more_ranks_than_there_are_heads() -> None:

@@ -51,7 +51,7 @@ def local_reference(full: Mapping[str, Tensor], layout: ModelLayout, rank: int) 
     dims, at = layout.layout.dims, layout.layout.coordinate(rank)
     held = {}
     for param in layout.model.params:
-        if layout.stage(param.name) != at.pp:
+        if at.pp not in layout.stages(param.name):
             continue
         tensor = full[param.name]
         if param.tensor_cut is not None and dims.tp > 1:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
-from lightning_realloc.layout.model import ModelLayout, stage_blocks
+from lightning_realloc.layout.model import ModelLayout
 from lightning_realloc.realloc.planner import plan_reallocation
 from lightning_realloc.tuning.shapes.role_elements import RoleElements
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
@@ -90,7 +90,7 @@ def test_only_trained_parameters_move_if_replicas_keep_the_others() -> None:
 @settings(max_examples=80, deadline=None)
 def test_where_degrees_divide_all_sizes_the_fullest_rank_has_even_shares(role: RoleMemory, layout: Layout) -> None:
     dims, model = layout.dims, role.model
-    runs = stage_blocks(model.num_blocks, dims.pp)
+    runs = model.stage_blocks(dims.pp)
     stages = [0.0] * dims.pp
     for param in model.params:
         stage = next((i for i, run in enumerate(runs) if param.block in run), 0 if param.section == "input" else -1)
