@@ -16,7 +16,7 @@ from itertools import accumulate, chain, combinations, product
 
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.tuning.search.local import SearchProgress
-from lightning_realloc.tuning.search.options import Option, PlacedOption
+from lightning_realloc.tuning.search.options import Option, PlacedOption, further_bytes
 from lightning_realloc.tuning.search.problem import Problem, Score
 from lightning_realloc.tuning.search.space import RankSet, legal_dims, node_counts, node_run, parts, rank_sets
 
@@ -37,7 +37,7 @@ def every_state(problem: Problem) -> Iterator[tuple[list[PlacedOption], frozense
                     continue
                 layout = Layout(dims, ranks.ranks)
                 kept = estimator.resident_bytes(call.role, layout, is_home=call.is_home)
-                further = sum(estimator.resident_bytes(role, layout, is_home=True) for role in call.further_roles)
+                further = further_bytes(estimator, call, layout)
                 is_copied = call.kind == "generate" and estimator.generates_in_copy(call.owner, layout)
                 for plan in problem.options.plans(call.kind, layout):
                     seconds = estimator.call_seconds(call.name, plan).total

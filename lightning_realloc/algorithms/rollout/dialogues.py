@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.base.rollout_columns import Dialogue, RowEnvironment
-from lightning_realloc.algorithms.rollout.partner_roles import ACTOR, Speaker
+from lightning_realloc.algorithms.rollout.partner_roles import Speaker
 from lightning_realloc.algorithms.rollout.token_environment import (
     EnvironmentSource,
     import_environment,
@@ -118,7 +118,7 @@ class Dialogues(ABC):
             tokenizer: The actor's.
             stop_token_ids: Tokens that end a turn of the actor.
             template: Settings of the chat template.
-            speakers: Role -> tokenizer and ends of turns, of models of their own that environments talk to.
+            speakers: Role -> tokenizer and ends of turns, of models that environments talk to and that have their own.
 
         Raises:
             ConfigError: if it cannot be used.
@@ -201,8 +201,8 @@ class EpisodeDialogues(Dialogues):
     ) -> None:
         parser = TurnParser(tokenizer, self._parser)
         stops = frozenset(stop_token_ids)
-        own = {ACTOR: Voice(ACTOR, parser, stops), **{role: _voice(role, one) for role, one in speakers.items()}}
-        voices = {name: own[role] for name, role in self._partners.items()}
+        own = {role: _voice(role, one) for role, one in speakers.items()}
+        voices = {name: own.get(role) or Voice(role, parser, stops) for name, role in self._partners.items()}
         self._queue = self._queue or PartnerQueue()  # one for episodes that go on, too
         partners = PartnerSettings(voices, self._queue) if voices else None
         options = EpisodeOptions(self.factory, tokenizer, stops, template, parser, self.bounds, partners)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -19,10 +20,24 @@ from lightning_realloc.generation.core.model_config import eos_ids_of
 
 ACTOR = "actor"
 """Source of a partner that is the policy itself, as it is now."""
-_OTHER_ROLES = ("reference", "critic", "reward", "teacher")
-"""Roles that environments do not talk to."""
+_ROLES = (ACTOR, "reference", "teacher")
+"""Roles that may be partners. They read and write as the actor does."""
+_SILENT_ROLES = ("critic", "reward")
+"""Roles that say nothing."""
 _PREFIX = "partner_"
 """Beginning of the role of a partner with a model of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActorAverage:
+    """Partner of environments that is an exponential moving average of the actor: its past self."""
+
+    rate: float = 0.01
+    """Weight of the actor in each update, which follows each of its training calls: 1 less the decay."""
+
+
+PartnerSource: TypeAlias = ActorAverage | ModelSource  # jsonargparse reads any mapping as a config, which comes last
+"""The model of a partner: a role's name, a model, or an average of the actor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +61,11 @@ class PartnerRoles:
         ConfigError: for anything but names with models.
     """
 
-    def __init__(self, partners: Mapping[str, ModelSource] | None, sources: dict[str, ModelSource]) -> None:
+    def __init__(self, partners: Mapping[str, PartnerSource] | None, sources: dict[str, ModelSource]) -> None:
         self.by_name: dict[str, str] = {}
         """Role of each partner by its name."""
+        self.averages: dict[str, ActorAverage] = {}
+        """Role -> average of the actor that it is."""
         self.tokenizers: dict[str, PreTrainedTokenizerBase] = {}
         """Role -> tokenizer of a model of its own, if it has one; filled before models are built."""
         if partners is not None and (not isinstance(partners, Mapping) or not partners):
@@ -59,20 +76,54 @@ class PartnerRoles:
         for name, source in (partners or {}).items():
             if not isinstance(name, str) or not name.isidentifier():
                 raise ConfigError(f"partners[{name!r}] needs a name of letters, digits and _, which its role has too")
-            if source in _OTHER_ROLES:
+            if source in _SILENT_ROLES:
                 raise ConfigError(
-                    f"partners={{{name!r}: {source!r}}} names another role than the policy; give 'actor', or the model "
-                    f"of that role, which is then loaded a second time"
+                    f"partners={{{name!r}: {source!r}}} names a model that scores and says nothing; give 'actor', "
+                    f"'reference' or a language model"
                 )
-            self.by_name[name] = ACTOR if source == ACTOR else _PREFIX + name
-            if source != ACTOR:
+            role = self.by_name[name] = str(source) if source in _ROLES else _PREFIX + name
+            if isinstance(source, ActorAverage):
+                self.averages[role] = source
+            elif source not in _ROLES:
                 check_source(f"partners[{name!r}]", source, way_out=", or 'actor' for self-play")
-                sources[self.by_name[name]] = source
+                sources[role] = source
 
     @property
-    def own_models(self) -> list[str]:
-        """Roles with models of their own."""
-        return [role for role in self.by_name.values() if has_own_model(role)]
+    def strangers(self) -> list[str]:
+        """Roles with models of their own that need not speak as the actor does."""
+        return [role for role in self.by_name.values() if has_own_model(role) and role not in self.averages]
+
+    def own_roles(self, make_role: Callable[..., Role]) -> tuple[Role, ...]:
+        """Return the roles of partners with models of their own; ``make_role`` makes them as the algorithm's.
+
+        Raises:
+            ConfigError: for the average of an actor of which adapters alone are trained.
+        """
+        made = [make_role(name, trained=False) for name in self.strangers]
+        for name, average in self.averages.items():
+            actor = make_role(ACTOR, trained=True)
+            if actor.has_adapters:
+                raise ConfigError(
+                    f"{name} averages the actor's weights, and its adapters alone are trained; give 'actor' or the "
+                    f"base's name as the partner"
+                )
+            made.append(replace(actor, name=name, trained=False, average_of=ACTOR, average_rate=average.rate))
+        return tuple(made)
+
+    def check_roles(self, roles: Sequence[Role]) -> None:
+        """Raise ConfigError for a partner that is not among an algorithm's roles, or has no weights of its own."""
+        known = {role.name: role for role in roles}
+        for name, role in self.by_name.items():
+            if role not in known:
+                raise ConfigError(
+                    f"partners={{{name!r}: {role!r}}} names a role that the algorithm does not have; it has "
+                    f"{', '.join(known)}. Give kl_coef above 0 for a reference, or a model by its name"
+                )
+            if known[role].shares is not None:
+                raise ConfigError(
+                    f"partners={{{name!r}: {role!r}}} is the base of {known[role].shares}, whose adapters are merged "
+                    f"into it during generation; give the base by its name, which loads it a second time"
+                )
 
     def check(self, engine: EngineName, options: GenerationOptions) -> None:
         """Raise ConfigError for settings of generation with which environments cannot talk to models."""
@@ -86,28 +137,27 @@ class PartnerRoles:
                 f"sample_reallocation={options.sample_reallocation!r} moves them away; leave one of the two out"
             )
 
-    def read_tokenizers(
-        self, roles: Sequence[Role], actor: Role, tokenizer: Callable[[], PreTrainedTokenizerBase]
-    ) -> None:
-        """Read the tokenizers of models of their own; those without one must read the actor's tokens.
+    def read_tokenizers(self, roles: Sequence[Role], tokenizer: Callable[[], PreTrainedTokenizerBase]) -> None:
+        """Read the tokenizers of `strangers`; those without one must read the actor's tokens.
 
         Raises:
             ConfigError: for a model with another vocabulary and no tokenizer.
         """
-        for role in roles:
+        known = {role.name: role for role in roles}
+        for role in (known[name] for name in self.strangers):
             own = own_tokenizer(role)
             if own is not None:
                 self.tokenizers[role.name] = own
             else:
                 way_out = "give partners= a folder or name with a tokenizer"
-                require_same_vocabulary(role, actor, tokenizer(), way_out=way_out)
+                require_same_vocabulary(role, known[ACTOR], tokenizer(), way_out=way_out)
 
     def speakers(
         self, models: Mapping[str, nn.Module], tokenizer: Callable[[], PreTrainedTokenizerBase]
     ) -> dict[str, Speaker]:
         """Return role -> how a model of its own is read."""
         found = {}
-        for role in self.own_models:
+        for role in self.strangers:
             own = self.tokenizers.get(role) or tokenizer()
             found[role] = Speaker(own, eos_tokens(own, models[role]))
         return found

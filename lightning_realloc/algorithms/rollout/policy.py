@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.base.calls import generate, infer
-from lightning_realloc.algorithms.base.loaded_weights import ModelSource
 from lightning_realloc.algorithms.base.module import ModuleSettings, MultiModelModule
 from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.algorithms.base.rollout_columns import Dialogue, environment_failed, sample_responses
@@ -19,7 +18,13 @@ from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, aver
 from lightning_realloc.algorithms.rollout.accuracy import Accuracy
 from lightning_realloc.algorithms.rollout.dialogues import EpisodeDialogues, ToolSource, dialogues_of
 from lightning_realloc.algorithms.rollout.partial_rollouts import BudgetedRollout, PartialRollouts
-from lightning_realloc.algorithms.rollout.partner_roles import PartnerRoles, eos_tokens, has_own_model, with_partners
+from lightning_realloc.algorithms.rollout.partner_roles import (
+    PartnerRoles,
+    PartnerSource,
+    eos_tokens,
+    has_own_model,
+    with_partners,
+)
 from lightning_realloc.algorithms.rollout.response_parts import PartColumns, part_columns_of
 from lightning_realloc.algorithms.rollout.token_environment import EnvironmentSource
 from lightning_realloc.algorithms.settings import Unpack, check_minibatches, check_type
@@ -46,7 +51,7 @@ class PolicySettings(ModuleSettings, total=False):
     tools: Sequence[ToolSource]
     parser: Parser | None
     conversation: Conversation | None
-    partners: Mapping[str, ModelSource] | None
+    partners: Mapping[str, PartnerSource] | None
 
 
 class PolicyModule(MultiModelModule):
@@ -65,8 +70,9 @@ class PolicyModule(MultiModelModule):
         parser: How the actor writes calls: a format's name, a response template of transformers, or a function from
             the text of a turn to a message. None: as its chat template.
         conversation: Limits on the turns of a response and on the environment's time.
-        partners: Models that environments may talk to, by name: ``"actor"`` for the policy itself, or a frozen model
-            as a Hugging Face name or folder, a config, or a module, which becomes the role ``partner_<name>``.
+        partners: Models that environments may talk to, by name: ``"actor"`` for the policy itself, ``"reference"`` or
+            ``"teacher"``, `ActorAverage` for a past self, or a frozen model as a Hugging Face name or folder, a config,
+            or a module. The last two become the role ``partner_<name>``.
         settings: Settings of :class:`MultiModelModule`: learning rate, optimizer, schedule, training options, seed.
     """
 
@@ -91,7 +97,7 @@ class PolicyModule(MultiModelModule):
         tools: Sequence[ToolSource] = (),
         parser: Parser | None = None,
         conversation: Conversation | None = None,
-        partners: Mapping[str, ModelSource] | None = None,
+        partners: Mapping[str, PartnerSource] | None = None,
         **settings: Unpack[ModuleSettings],
     ) -> None:
         super().__init__(**settings)
@@ -117,9 +123,8 @@ class PolicyModule(MultiModelModule):
     def configure_model(self) -> None:
         """Build the models; warn about options of the actor's ``generation_config`` that rollouts ignore."""
         new = not self.models()
-        if new and self._partners.own_models:
-            actor = next(role for role in self.roles() if role.name == "actor")
-            self._partners.read_tokenizers(self.partner_roles(), actor, lambda: self.tokenizer)
+        if new:
+            self._partners.read_tokenizers(self.roles(), lambda: self.tokenizer)
         super().configure_model()
         if self._dialogues is not None:
             data = None if self._trainer is None else getattr(self.trainer, "datamodule", None)
@@ -158,7 +163,7 @@ class PolicyModule(MultiModelModule):
     # ---- models that environments talk to
     def partner_roles(self) -> tuple[Role, ...]:
         """Return the roles of partners with models of their own, for :meth:`roles` of subclasses."""
-        return tuple(self.make_role(name, trained=False) for name in self._partners.own_models)
+        return self._partners.own_roles(self.make_role)
 
     def tokenizer_of(self, role: str) -> PreTrainedTokenizerBase:
         """Return the tokenizer of a role that generates."""
@@ -182,6 +187,8 @@ class PolicyModule(MultiModelModule):
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
         """Return the calls, with the models that environments talk to."""
+        if self._partners.by_name:
+            self._partners.check_roles(self.roles())
         return with_partners(super().calls(), tuple(self._partners.by_name.values()))
 
     @classmethod

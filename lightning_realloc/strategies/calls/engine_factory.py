@@ -103,7 +103,7 @@ class EngineFactory(ABC):
                 f"{call.name} runs in the layout {replica.layout}, whose blocks are gathered by all ranks together, "
                 f"and environments of one rank talk to models when others do not; give it a layout with fsdp=1"
             )
-        own = replica if role == call.role else self._context.pool.home(role)
+        own = replica if role == call.role else self._context.pool.active(call.name, role)
         if own.layout != replica.layout:
             raise GenerationError(
                 f"{call.name} runs in the layout {replica.layout} in place of {own.layout}, where {role} is; "

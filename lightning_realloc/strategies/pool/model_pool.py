@@ -39,7 +39,14 @@ from lightning_realloc.runtime.transfer.executor import ReallocationReport
 from lightning_realloc.strategies.pool.moving_average import AveragedRoles
 from lightning_realloc.strategies.pool.pool_options import PoolOptions
 from lightning_realloc.strategies.pool.replan import move_optimizer, move_weights
-from lightning_realloc.strategies.pool.replica import Replica, connect_copy, prepare_copy, refuse_thawed, undivided_like
+from lightning_realloc.strategies.pool.replica import (
+    Replica,
+    added_reports,
+    connect_copy,
+    prepare_copy,
+    refuse_thawed,
+    undivided_like,
+)
 from lightning_realloc.strategies.pool.weight_streams import WeightStreams
 
 
@@ -251,19 +258,19 @@ class ModelPool:
             raise PlanError(f"role {role!r} has not been placed; placed are {', '.join(self._home) or 'none'}")
         return self._home[role]
 
-    def target(self, call: str) -> Replica:
-        """Return the replica in the layout that the plan gives ``call``."""
+    def target(self, call: str, role: str | None = None) -> Replica:
+        """Return the replica of a role that a call uses, by default its own, in the layout that the plan gives it."""
         chosen = self.dataflow.call(call)
         if chosen.role is None:
             raise PlanError(f"{call!r} is a computation on the host and has no model")
-        home, layout = self.home(chosen.role), self.plan.layout(call)
+        home, layout = self.home(role or chosen.role), self.plan.layout(call)
         # Inference in the home layout computes as training does, in its dtype.
         reads_home = layout == home.layout and chosen.kind != "generate" and not self._has_dtype_of_copies(home.role)
         return home if chosen.kind == "train" or reads_home else self._copies.get((home.role, layout), home)
 
-    def active(self, call: str) -> Replica:
-        """Return the replica that ``call`` works on: the one in its layout after `realize`, else the home replica."""
-        replica = self.target(call)
+    def active(self, call: str, role: str | None = None) -> Replica:
+        """Return the replica that ``call`` works on: that of `target` after `realize`, else the role's home."""
+        replica = self.target(call, role)
         return replica if call in self._realized else self.home(replica.role)
 
     @property
@@ -283,26 +290,31 @@ class ModelPool:
 
     # ---- moving
     def realize(self, call: str) -> ReallocationReport | None:
-        """Fill the replica in the layout of ``call`` with the current weights. Collective over all ranks.
+        """Fill the replicas in the layout of ``call`` with the current weights. Collective over all ranks.
 
         Returns:
-            A report of the move; None if the replica held the current weights already.
+            A report of the move; None if the replicas held the current weights already.
         """
-        target = self.target(call)
-        home = self.home(target.role)
+        chosen = self.dataflow.call(call)
         self._realized.add(call)
-        stream = self.streams.of(call)
+        reports = [self._fill(call, role) for role in chosen.further_roles]
+        stream, own = self.streams.of(call), self.target(call)
         if stream is not None:
             stream.catch_up()
-            return None
-        report = self._fill(call, home, target)
-        self.streams.open(call, home, target)
+        else:
+            reports.append(self._fill(call, str(chosen.role)))
+            self.streams.open(call, self.home(own.role), own)
+        report = added_reports(reports)
+        if report is not None:
+            self._reports[call] = report
+            self.seconds_moving += report.seconds
         return report
 
-    def _fill(self, call: str, home: Replica, target: Replica) -> ReallocationReport | None:
-        """Copy the home replica's weights to a replica that does not hold them."""
+    def _fill(self, call: str, role: str) -> ReallocationReport | None:
+        """Copy the weights of a role's home to its replica for a call, if that does not hold them."""
+        home, target = self.home(role), self.target(call, role)
         # A call without adapters needs the base alone, which training leaves unchanged.
-        needs_trained = self.dataflow.call(call).role == target.role
+        needs_trained = role == target.role
         frozen = target.frozen_version != home.frozen_version
         trained = needs_trained and target.version != home.version
         if target is home or not (frozen or trained):
@@ -319,11 +331,8 @@ class ModelPool:
         target.frozen_version = home.frozen_version
         if trained:
             target.version = home.version
-        if report is None:
-            return None
-        self.seconds_moving += report.seconds
-        reshard(target.model)
-        self._reports[call] = report
+        if report is not None:
+            reshard(target.model)
         return report
 
     def _share(self, home: Replica, target: Replica) -> None:
@@ -354,10 +363,11 @@ class ModelPool:
     def relinquish(self, call: str, *, free: bool = False) -> None:
         """End a phase. ``free`` releases the replica's storage until its next use, as offloaded roles always do."""
         self._realized.discard(call)
-        target = self.target(call)
-        if (free or target.role in self.plan.offload) and target.weight_copy is not None:
-            target.weight_copy.release()
-            target.forget()
+        chosen = self.dataflow.call(call)
+        for target in (self.target(call, role) for role in (chosen.role, *chosen.further_roles)):
+            if (free or target.role in self.plan.offload) and target.weight_copy is not None:
+                target.weight_copy.release()
+                target.forget()
 
     def weights_changed(self, role: str) -> None:
         """Mark every other replica of a role as stale, since all of its master weights changed."""

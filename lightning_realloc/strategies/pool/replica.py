@@ -6,7 +6,7 @@ stays where it is and megabytes of adapters move.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from functools import reduce
 
@@ -63,8 +63,7 @@ class WeightCopy:
     def run(self, *, frozen: bool, trained: bool) -> ReallocationReport | None:
         """Copy frozen or trained weights or both; None if there are none. Collective over the ranks of both layouts."""
         due = (self.frozen if frozen else None, self.trained if trained else None)
-        reports = [part.run() for part in due if part is not None]
-        return reduce(_added, reports) if reports else None
+        return added_reports([part.run() for part in due if part is not None])
 
     def release(self) -> None:
         """Release the target replica's memory; see `Reallocation.release`."""
@@ -193,6 +192,12 @@ def refuse_thawed(role: str, model: nn.Module, frozen: Set[str]) -> None:
             f"{role} parameter {thawed[0]} was frozen when {role} was laid out and is trained now; replicas in other "
             f"layouts would keep its old values; leave it trained in configure_model, and freeze it in on_train_start"
         )
+
+
+def added_reports(reports: Iterable[ReallocationReport | None]) -> ReallocationReport | None:
+    """Return the report of moves that ran one after the other; None if nothing moved."""
+    moved = [report for report in reports if report is not None]
+    return reduce(_added, moved) if moved else None
 
 
 def _added(one: ReallocationReport, other: ReallocationReport) -> ReallocationReport:

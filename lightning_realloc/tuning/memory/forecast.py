@@ -157,10 +157,9 @@ class _Forecaster(MemoryModel):
                 continue
             base = kept + self._homes(rank, away=set(schedule.parts) - schedule.present(call.name))
             base = sum((parts for place, parts in caches.items() if place != self._place(call)), base)
-            own = copies[self.owner(call.role), self.plan.layout(call.name)] if self._reads_copy(call) else None
-            if own is not None and self._frees_copies(self.owner(call.role)):
-                base += own
-            if own is not None:
+            read = [place for place in self._models_of(call) if place in copies and self._reads_copy(call, place[0])]
+            base = sum((copies[place] for place in read if self._frees_copies(place[0])), base)
+            if read:
                 yield PhaseMemory(f"-> {call.name}", rank, base + caches.get(self._place(call), MemoryParts()))
             yield PhaseMemory(call.name, rank, base + self._during(call, rank))
 
@@ -197,8 +196,12 @@ class _Forecaster(MemoryModel):
     @cached_property
     def _copied(self) -> list[_Place]:
         """Roles and layouts of the replicas next to homes."""
-        places = {(self.owner(str(call.role)), self.plan.layout(call.name)) for call in self.dataflow.model_calls}
+        places = {place for call in self.dataflow.model_calls for place in self._models_of(call)}
         return [place for place in places if self._is_copied(*place)]
+
+    def _models_of(self, call: ModelFunctionCall) -> list[_Place]:
+        """Return the roles whose weights a call uses, with its layout."""
+        return [(role, self.plan.layout(call.name)) for role in (self.owner(str(call.role)), *call.further_roles)]
 
     @cached_property
     def _staging(self) -> dict[_Place, Counter[int]]:
@@ -222,14 +225,14 @@ class _Forecaster(MemoryModel):
         """
         if layout != self._home(role):
             return True
-        calls = (call for call in self.dataflow.model_calls if self.owner(str(call.role)) == role)
-        generates = any(call.kind == "generate" and self.plan.layout(call.name) == layout for call in calls)
+        calls = (call for call in self.dataflow.model_calls if call.kind == "generate")
+        generates = any((role, layout) in self._models_of(call) for call in calls)
         return generates and self.generates_in_copy(role, layout)
 
-    def _reads_copy(self, call: ModelFunctionCall) -> bool:
-        """Return whether a call reads a replica other than the home."""
-        name, layout = self.owner(str(call.role)), self.plan.layout(call.name)
-        return layout != self._home(name) or (call.kind == "generate" and self._is_copied(name, layout))
+    def _reads_copy(self, call: ModelFunctionCall, role: str) -> bool:
+        """Return whether a call reads a replica of a role other than the home."""
+        layout = self.plan.layout(call.name)
+        return layout != self._home(role) or (call.kind == "generate" and self._is_copied(role, layout))
 
     def _copy(self, name: str, layout: Layout, rank: int) -> MemoryParts:
         """Return the bytes of a replica on a rank after its first fill."""
@@ -298,7 +301,7 @@ class _Forecaster(MemoryModel):
         if rank not in chosen.layout:
             return None
         sizes = self.elements[self.owner(str(call.role))].on_rank(chosen.layout, rank)
-        return self.call_memory(call, chosen, sizes, is_home=not self._reads_copy(call))
+        return self.call_memory(call, chosen, sizes, is_home=not self._reads_copy(call, self.owner(str(call.role))))
 
     def _place(self, call: ModelFunctionCall) -> _Place | None:
         """Return role and layout of a generating call, which its engine belongs to; None for other calls."""

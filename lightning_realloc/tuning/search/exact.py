@@ -132,8 +132,9 @@ class BranchAndBound:
 
 
 def offload_sets(problem: Problem) -> list[frozenset[str]]:
-    """Return the sets of roles that can be offloaded, smallest first: untrained roles with a single call."""
-    roles = [call.role for call in problem.calls if call.is_alone and not call.is_trained]
+    """Return the sets of roles that can be offloaded, smallest first: untrained roles of a single call, no partners."""
+    asked = {role for call in problem.calls for role in call.further_roles}
+    roles = [call.role for call in problem.calls if call.is_alone and not call.is_trained and call.role not in asked]
     sets = chain.from_iterable(combinations(roles, count) for count in range(len(roles) + 1))
     return [frozenset(chosen) for chosen in sets]
 

@@ -169,7 +169,7 @@ class Pricing:
         layout is therefore in no best plan.
         """
         resident = self.estimator.resident_bytes(call.role, layout, is_home=call.is_home)
-        further = sum(self.estimator.resident_bytes(role, layout, is_home=True) for role in call.further_roles)
+        further = further_bytes(self.estimator, call, layout)
         kept = (resident if call.is_home else 0) + further
         if kept > self.memory_budget:
             return []
@@ -183,6 +183,20 @@ class Pricing:
             if math.isfinite(seconds):
                 found.append(Option(layout.dims, plan, seconds, active, resident, is_copied, further))
         return undominated(found, lambda option: (option.seconds, option.active_bytes))
+
+
+def further_bytes(estimator: Estimator, call: SearchedCall, layout: Layout) -> int:
+    """Return the bytes that a call's further models keep: homes where no other call uses them, and replicas.
+
+    A replica counts also where the home has the same layout, which is not known here.
+    """
+    size = 0
+    for role in call.further_roles:
+        is_home = estimator.dataflow.home_call(role).name == call.name
+        size += estimator.resident_bytes(role, layout, is_home=is_home)
+        if is_home and estimator.generates_in_copy(role, layout):
+            size += estimator.resident_bytes(role, layout, is_home=False)
+    return size
 
 
 def undominated(options: Iterable[Option], values: Callable[[Option], tuple[float, ...]]) -> list[Option]:

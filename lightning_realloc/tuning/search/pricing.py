@@ -226,12 +226,12 @@ class PlanPricer:
         flow, prices = self.task.dataflow, self.estimator
         replicas: set[tuple[str, Layout, bool]] = set()
         for call in flow.model_calls:
-            role, layout = prices.owner(str(call.role)), plan.layout(call.name)
-            home = plan.layout(flow.home_call(role).name)
-            replicas.add((role, home, True))
-            replicas.update((other, layout, True) for other in call.further_roles)
-            if layout != home or (call.kind == "generate" and prices.generates_in_copy(role, layout)):
-                replicas.add((role, layout, False))
+            layout = plan.layout(call.name)
+            for role in (prices.owner(str(call.role)), *call.further_roles):
+                home = plan.layout(flow.home_call(role).name)
+                replicas.add((role, home, True))
+                if layout != home or (call.kind == "generate" and prices.generates_in_copy(role, layout)):
+                    replicas.add((role, layout, False))
         sizes = [
             (set(layout.ranks), prices.resident_bytes(role, layout, is_home=is_home))
             for role, layout, is_home in replicas

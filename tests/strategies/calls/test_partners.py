@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from jsonargparse import ArgumentParser
+from lightning.pytorch.callbacks import Callback
+from peft import LoraConfig
+from torch import Tensor
 
-from lightning_realloc import GRPO, OnPolicyDistillation
+from lightning_realloc import GRPO, ActorAverage, OnPolicyDistillation, Role
 from lightning_realloc.algorithms.base.generation_options import GenerationOptions
+from lightning_realloc.algorithms.rollout.partner_roles import PartnerSource
+from lightning_realloc.environments import StepResult
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Conversation, SamplingParams
-from tests.environments.guessing import chat_model, chat_tokenizer
-from tests.environments.talking import Talking
+from lightning_realloc.runtime.messages.objects import gather_objects
+from tests.environments.guessing import END, chat_model, chat_tokenizer
+from tests.environments.talking import MAX_REPLY, Talking
+from tests.environments.test_partners import said_by
 from tests.matrices import matrix
 from tests.strategies import runs
 from tests.strategies.calls.test_agents import Games
 from tests.strategies.runs import Outcome
 from tests.workers import WorkerPool
+
+LORA = LoraConfig(r=2, target_modules=["q_proj"])
 
 
 def talk(partner: str, layout: str, world_size: int, settings: dict[str, Any]) -> Outcome:
@@ -65,6 +77,93 @@ def test_other_modes_change_no_talk(workers: WorkerPool, settings: dict[str, Any
     assert other.tokens[0] == plain.tokens[0]
 
 
+class Recalling(Talking):
+    """Talks to a past self and to the reference, and keeps what they say."""
+
+    heard: ClassVar[list[tuple[str, list[dict[str, str]], str]]] = []
+
+    async def step(self, message: Mapping[str, Any]) -> StepResult:
+        """Return the reference's reply."""
+        self.talk.append({"role": "user", "content": message["content"]})
+        for name in ("past", "reference"):
+            reply = await self.partners[name].reply(self.talk, max_new_tokens=MAX_REPLY, temperature=0.0)
+            self.heard.append((name, list(self.talk), reply["content"]))
+        self.talk.append(reply)
+        return StepResult([{"role": "user", "content": reply["content"]}], reward=0.1 * len(message["content"]))
+
+
+class Heard(Callback):
+    """Keeps the replies of every iteration, and the actor's full weights before it."""
+
+    def __init__(self) -> None:
+        self.replies: list[list[tuple[str, list[dict[str, str]], str]]] = []
+        self.actors: list[dict[str, Tensor]] = []
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        """Gather the weights, on every rank."""
+        everyone = gather_objects(trainer.strategy.full_weights("actor"))
+        self.actors.append(everyone[0])
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Take the replies."""
+        self.replies.append(Recalling.heard[:])
+        Recalling.heard.clear()
+
+
+class Following(runs.RecordedGRPO):
+    """GRPO whose reference follows the actor, so that its replica for the talks becomes stale."""
+
+    def roles(self) -> tuple[Role, ...]:
+        """Return GRPO's roles with another reference."""
+        actor, reference, *others = super().roles()
+        return (actor, replace(reference, average_of="actor", average_rate=0.25), *others)
+
+
+def recall(layouts: dict[str, str], world_size: int) -> list[set[str]]:
+    """Check the replies of two iterations against the models' own ``generate``.
+
+    Returns:
+        For each iteration, the partners that did not answer as they would have at the start.
+    """
+    module = Following(
+        chat_model(), reference=chat_model(1), tokenizer=chat_tokenizer(), environment=Recalling,
+        sampling=SamplingParams(n=2, max_new_tokens=30), conversation=Conversation(max_turns=2), learning_rate=0.05,
+        partners={"past": ActorAverage(0.5), "reference": "reference"},
+    )  # fmt: skip
+    heard = Heard()
+    runs.train(module, runs.calls(**layouts), world_size, Games(), callbacks=[heard])  # type: ignore[arg-type]
+    models, tokenizer = {"past": chat_model(), "reference": chat_model(1)}, chat_tokenizer()
+    rates, changed = {"past": 0.5, "reference": 0.25}, list[set[str]]()
+
+    def reply(model: Any, talk: list[dict[str, str]]) -> str:
+        ids = tokenizer.apply_chat_template(talk, add_generation_prompt=True)["input_ids"]
+        return str(tokenizer.decode([word for word in said_by(model, ids, MAX_REPLY) if word != END]))
+
+    starts = {"past": chat_model(), "reference": chat_model(1)}
+    for number, replies in enumerate(heard.replies):
+        for name, model in models.items() if number else ():
+            rate, actor = rates[name], heard.actors[number]
+            model.load_state_dict({k: (1 - rate) * w + rate * actor[k] for k, w in model.state_dict().items()})
+        assert all(text == reply(models[name], talk) for name, talk, text in replies)
+        changed.append({name for name, talk, text in replies if text != reply(starts[name], talk)})
+    return changed
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        {"actor_generate": "dp1", "reference_infer": "dp1", "actor_train": "dp1"},
+        {"actor_generate": "dp2", "reference_infer": "tp2", "actor_train": "fsdp2"},
+    ],
+)
+def test_a_past_self_and_the_reference_answer_with_their_weights_of_now(
+    workers: WorkerPool, layouts: dict[str, str]
+) -> None:
+    world_size = 1 if layouts["actor_train"] == "dp1" else 2
+    for changed in workers.run(recall, layouts, world_size, world_size=world_size, init_process_group=False):
+        assert changed == [set(), {"past", "reference"}]
+
+
 @pytest.mark.exhaustive
 def test_ranks_that_share_a_model_answer_with_its_own_generate(workers: WorkerPool) -> None:
     first = run(workers, "frozen", "tp2", 2, engine="hf").logged[0]
@@ -83,15 +182,28 @@ def test_blocks_that_ranks_gather_together_are_refused_by_name(workers: WorkerPo
         ({"partners": {}}, "must name models"),
         ({"partners": {"the other": "actor"}}, "needs a name of letters"),
         ({"partners": {"other": 3}}, "is a int; give a model: .* or 'actor' for self-play"),
-        ({"partners": {"other": "reference"}}, "names another role than the policy; give 'actor', or the model of"),
+        ({"partners": {"other": "critic"}}, "scores and says nothing; give 'actor', 'reference' or a language model"),
         ({"engine": "vllm"}, "needs an engine that lets environments talk to models"),
         ({"generation": GenerationOptions(sample_reallocation=True)}, "leave one of the two out"),
+        ({"partners": {"other": "reference"}}, "a role that the algorithm does not have; .* kl_coef above 0"),
+        (
+            {"partners": {"other": "reference"}, "kl_coef": 0.1, "peft_config": LORA},
+            "is the base of actor, whose adapters are merged into it during generation",
+        ),
+        ({"partners": {"other": ActorAverage()}, "peft_config": LORA}, "its adapters alone are trained; give 'actor'"),
     ],
 )
 def test_settings_that_exclude_each_other_are_named(settings: dict[str, Any], message: str) -> None:
     given = {"environment": Talking, "partners": {"other": "actor"}, **settings}
     with pytest.raises(ConfigError, match=message):
-        GRPO(chat_model(), lambda completions, **columns: [0.0], tokenizer=chat_tokenizer(), **given)
+        _ = GRPO(chat_model(), lambda completions, **columns: [0.0], tokenizer=chat_tokenizer(), **given).dataflow
+
+
+def test_files_may_name_an_average_or_a_model() -> None:
+    parser = ArgumentParser()
+    parser.add_argument("--partners", type=Mapping[str, PartnerSource])
+    found = parser.parse_args(['--partners={"past": {"rate": 0.5}, "self": "actor"}'])
+    assert parser.instantiate(found).partners == {"past": ActorAverage(0.5), "self": "actor"}
 
 
 @pytest.mark.parametrize("algorithm", [GRPO, OnPolicyDistillation])

@@ -349,6 +349,14 @@ def test_a_partner_lies_in_the_layout_of_the_call_that_asks_it() -> None:
     # Both models answer: each has as many keys and values as the actor.
     assert more.kv_cache == 3 * plain.at("actor.generate", 0).kv_cache > 0
     assert asking.at("actor.train", 2) == plain.at("actor.train", 2)  # ranks without the call
+    # The reference has its home elsewhere, so it has a replica next to the actor's, unless its home is there.
+    asked = Dataflow(tuple(replace(call, partners=("reference",) if call.partners else ()) for call in calls))
+    replicas = {}
+    for infer in ("dp2@2-3", "tp2@0-1"):
+        lying = plan("tp2@0-1", infer, "fsdp2@2-3")
+        ours, own = (forecast_memory(f, lying, roles, settings, LOAD, ranks=range(4)) for f in (asked, FLOW))
+        replicas[infer] = ours.at("actor.generate", 0).copies - own.at("actor.generate", 0).copies
+    assert replicas == {"dp2@2-3": 4 * 2500, "tp2@0-1": 0}
     offloaded = forecast_memory(
         Dataflow(tuple(calls)), replace(chosen, offload=("seller",)), roles, settings, LOAD, ranks=range(4)
     )

@@ -27,8 +27,11 @@ from tests.matrices import crossed
 from tests.tuning.search.test_heuristic import PPO_FLOW
 
 GRPO_FLOW = Dataflow((GENERATE, SCORE, JUDGE, TRAIN))
-ASKING = Dataflow((replace(GENERATE, partners=("actor", "seller")), SCORE, JUDGE, TRAIN))
-"""A dataflow with a model that environments of the generating call talk to."""
+ASKING = {
+    name: Dataflow((replace(GENERATE, partners=("actor", name)), SCORE, JUDGE, TRAIN))
+    for name in ("seller", "reference")
+}
+"""Dataflows with a model that environments of the generating call talk to, by its name."""
 TWO_COPIES = Dataflow(
     (
         GENERATE,
@@ -77,7 +80,7 @@ def best_of_all(estimator: Estimator, budget: int, generation_chunks: int = 1) -
 
 @settings(deadline=None, max_examples=20, derandomize=True)
 @given(
-    st.sampled_from([GRPO_FLOW, ASKING, TWO_COPIES, TWO_TRAINED]),
+    st.sampled_from([GRPO_FLOW, ASKING["seller"], TWO_COPIES, TWO_TRAINED]),
     st.sampled_from([(1, 2), (2, 1)]),
     st.integers(0, 10_000),
     st.sampled_from([3500, 5000, 7000, 10**6]),
@@ -157,7 +160,8 @@ def peaks(estimator: Estimator, plan: ExecutionPlan) -> list[int]:
         resident = 0
         for role in {estimator.owner(role) for role in flow.roles}:
             home = plan.layout(flow.home_call(role).name)
-            calls = [one for one in flow.model_calls if estimator.owner(str(one.role)) == role]
+            users = [(one, (estimator.owner(str(one.role)), *one.further_roles)) for one in flow.model_calls]
+            calls = [one for one, roles in users if role in roles]
             layouts = {plan.layout(one.name) for one in calls} | {home}
             resident += sum(
                 estimator.resident_bytes(role, layout, is_home=layout == home) for layout in layouts if rank in layout
@@ -171,10 +175,11 @@ def peaks(estimator: Estimator, plan: ExecutionPlan) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_partner_counts_on_the_ranks_of_the_call_that_asks_it(seed: int) -> None:
-    estimator = RandomEstimator(dataflow=ASKING, cluster=cluster(1, 2), seed=seed)
+@pytest.mark.parametrize("partner", ["seller", "reference"])
+def test_a_partner_counts_on_the_ranks_of_the_call_that_asks_it(seed: int, partner: str) -> None:
+    estimator = RandomEstimator(dataflow=ASKING[partner], cluster=cluster(1, 2), seed=seed)
     problem = Problem(
-        {role: MODEL for role in ASKING.roles},
+        {role: MODEL for role in ASKING[partner].roles},
         estimator,
         options=FEW,
         overlap="iterations",
@@ -183,7 +188,10 @@ def test_a_partner_counts_on_the_ranks_of_the_call_that_asks_it(seed: int) -> No
     )
     for state, offload in itertools.islice(every_state(problem), 0, None, 53):
         if not offload:
-            assert problem.score(state).excess_bytes == max(peaks(estimator, problem.execution_plan(state))) - 1
+            plan, counted = problem.execution_plan(state), problem.score(state).excess_bytes + 1
+            shares_home = partner == "reference" and plan.layout("actor.generate") == plan.layout("reference.infer")
+            needed = max(peaks(estimator, plan))
+            assert counted == needed or (shares_home and counted > needed)
 
 
 @pytest.mark.parametrize("budget", [5500, 7000, 10**6])
