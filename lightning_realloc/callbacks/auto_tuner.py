@@ -20,6 +20,7 @@ from lightning_realloc.callbacks.iteration_clock import (
     IterationClock,
     TimedIteration,
     gather_measurements,
+    mean_factors,
 )
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
 from lightning_realloc.callbacks.run_view import run_view
@@ -119,6 +120,7 @@ class AutoTuner(Callback):
         self._iterations: list[TimedIteration] = []
         """Iterations measured so far for the current request."""
         self._measured: dict[ExecutionPlan, Measured] = {}
+        self._factors: dict[str, float] = {}
         self._previous: Lengths | None = None
 
     @property
@@ -271,6 +273,7 @@ class AutoTuner(Callback):
         """Report the requested iterations to the tuner."""
         run = run_view(trainer)
         lengths = [one.lengths for one in self._iterations]
+        self._factors = mean_factors(self._iterations[action.skip :])
         seconds, measured = gather_measurements(self._iterations, skip=action.skip, peak_bytes=_take_cuda_peak(trainer))
         self._iterations.clear()
         if self.tuner.phase == "profile":
@@ -278,7 +281,7 @@ class AutoTuner(Callback):
         budget_s = self.settings.budget_s(self.tuner.num_iterations, median(seconds))
         if self._work_unit is None and budget_s >= MIN_BUDGET_S:
             begin = time.perf_counter()
-            self._work_unit = WorkUnit(run.plan_evaluator(lengths), run.pool.plan, lengths)
+            self._work_unit = WorkUnit(run.plan_evaluator(lengths, factors=self._factors), run.pool.plan, lengths)
             self._profile_s = max(gather_objects(time.perf_counter() - begin))
         self._measured[self.tuner.current] = measured
         works = [1.0 if self._work_unit is None else self._work_unit.work(made) for made in lengths]
@@ -290,7 +293,7 @@ class AutoTuner(Callback):
         begin = time.perf_counter()
         with run.runner.record.during("measuring passes"):
             profile = run.profile(self._profiled_lengths, cache=self._cache, seconds=action.profile_seconds)
-        self.evaluator = run.plan_evaluator(self._profiled_lengths, profile)
+        self.evaluator = run.plan_evaluator(self._profiled_lengths, profile, self._factors)
         self._profiled_lengths.clear()
         self.has_profile = profile is not None
         answer: Any = None  # candidates, seconds predicted for the plan in use, and a problem

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from lightning.pytorch import Trainer
 
@@ -25,6 +26,8 @@ class TimedIteration:
     """Token counts of its samples."""
     calls: Mapping[str, float]
     """Call -> seconds of this rank's part, without waiting."""
+    factors: Mapping[str, float] = field(default_factory=dict)
+    """Generating call whose environments ask models -> its seconds over those without the models' replies."""
 
 
 class IterationClock:
@@ -60,7 +63,20 @@ class IterationClock:
                 f"callback"
             )
         calls = {name: total - self._calls.get(name, 0.0) for name, total in run.runner.seconds.items()}
-        return TimedIteration(seconds, run.lengths, calls)
+        return TimedIteration(seconds, run.lengths, calls, _factors(trainer.callback_metrics))
+
+
+def _factors(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the `TimedIteration.factors` of an iteration with these metrics, which all ranks know."""
+    asking = [name.removeprefix("partner_s/") for name in metrics if name.startswith("partner_s/")]
+    times = {call: (float(metrics[f"seconds/{call}"]), float(metrics[f"partner_s/{call}"])) for call in asking}
+    # Both are of the slowest rank, which may be another one for replies.
+    return {call: whole / max(whole - replies, 0.01 * whole) for call, (whole, replies) in times.items()}
+
+
+def mean_factors(iterations: Sequence[TimedIteration]) -> dict[str, float]:
+    """Return the mean factors of iterations of one plan."""
+    return {call: sum(one.factors[call] for one in iterations) / len(iterations) for call in iterations[-1].factors}
 
 
 def gather_measurements(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -42,7 +42,9 @@ class RunView(Protocol):
     def profile(
         self, iterations: Sequence[Lengths], *, cache: Path | None, seconds: float = math.inf
     ) -> Profile | None: ...
-    def plan_evaluator(self, iterations: Sequence[Lengths], profile: Profile | None = None) -> PlanEvaluator: ...
+    def plan_evaluator(
+        self, iterations: Sequence[Lengths], profile: Profile | None = None, factors: Mapping[str, float] | None = None
+    ) -> PlanEvaluator: ...
     def set_plan(self, plan: PlanSource) -> None: ...
     def check_huggingface(self, role: str, *, dtype: str | torch.dtype | None = None) -> None: ...
     def save_huggingface(

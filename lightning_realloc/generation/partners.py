@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -201,6 +202,7 @@ class PartnerQueue:
 def _answers(engine: Engine, sampling: SamplingParams, questions: Sequence[PartnerQuestion]) -> list[tuple[int, ...]]:
     """Return the answers to questions, each batch of which one call of an engine gives."""
     answers: dict[int, tuple[int, ...]] = {}
+    began_at = time.monotonic()
     with engine.interrupted():
         for places in _batches(questions).values():
             batch = [questions[place] for place in places]
@@ -212,6 +214,7 @@ def _answers(engine: Engine, sampling: SamplingParams, questions: Sequence[Partn
                 token_limits=[question.max_new_tokens for question in batch],
             )
             answers |= zip(places, (completion.token_ids for completion in completions), strict=True)
+    engine.waits.count_replies(time.monotonic() - began_at, [len(answer) for answer in answers.values()])
     return [answers[place] for place in range(len(questions))]
 
 

@@ -191,10 +191,11 @@ class ReallocStrategy(DataParallelStrategy):
         )
         return profile_models(builder, machine, iterations, cache=cache, seconds=seconds)
 
-    def plan_evaluator(self, iterations: Sequence[Lengths], profile: Profile | None = None) -> PlanEvaluator:
-        """Return an evaluator of other plans, for iterations of such lengths. Collective over all ranks."""
-        builder = self._placed.builder()
-        return make_plan_evaluator(builder, self.plan, iterations, overlap=self._overlap, profile=profile)
+    def plan_evaluator(
+        self, iterations: Sequence[Lengths], profile: Profile | None = None, factors: Mapping[str, float] | None = None
+    ) -> PlanEvaluator:
+        """Return an evaluator of other plans, see `make_plan_evaluator`. Collective over all ranks."""
+        return make_plan_evaluator(self._placed.builder(), self.plan, iterations, self._overlap, profile, factors)
 
     # ---- models
     def setup_environment(self) -> None:

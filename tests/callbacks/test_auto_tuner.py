@@ -20,7 +20,7 @@ from lightning_realloc.algorithms.base.calls import train as trains
 from lightning_realloc.algorithms.base.module import MultiModelModule
 from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.callbacks import AutoTuner, ParameterReallocation
-from lightning_realloc.callbacks.iteration_clock import IterationClock, TimedIteration
+from lightning_realloc.callbacks.iteration_clock import IterationClock, TimedIteration, mean_factors
 from lightning_realloc.callbacks.tuning_report import Measured, comparison_table, describe_outcome
 from lightning_realloc.callbacks.tuning_resume import reason_not_to_resume, tuning_settings
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
@@ -335,6 +335,7 @@ class Stepping:
     lengths: Lengths | None = None
     lightning_module: object = None
     seconds: dict[str, float] = field(default_factory=dict)
+    callback_metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def strategy(self) -> Stepping:
@@ -354,10 +355,13 @@ def test_a_batch_without_a_step_is_not_timed() -> None:
     assert clock.stop(trainer) is None
     clock.start(trainer)
     trainer.seconds |= {"actor.generate": 3.0, "actor.train": 0.5}
+    trainer.callback_metrics |= {"seconds/actor.generate": 1.5, "partner_s/actor.generate": 0.5, "seconds/x": 1.0}
     trainer.global_step, trainer.lengths = 1, Lengths((5,), (5,))
     timed = clock.stop(trainer)
     assert timed is not None and timed.lengths == Lengths((5,), (5,))
     assert timed.calls == {"actor.generate": 1.0, "actor.train": 0.5}
+    assert timed.factors == {"actor.generate": 1.5}  # 1 s of the actor, half a second of its partners
+    assert mean_factors([timed, replace(timed, factors={"actor.generate": 2.5})]) == {"actor.generate": 2.0}
     trainer.lengths = None
     clock.start(trainer)
     trainer.global_step = 2

@@ -55,6 +55,9 @@ class WaitMeter:
     def __init__(self) -> None:
         self.idle_s = 0.0
         """Seconds so far in which nothing was generated."""
+        self.reply_s = 0.0
+        """Seconds so far in which models answered environments."""
+        self.num_replies = self.num_reply_tokens = 0
         self._idle: list[tuple[float, float]] = []
         self._idle_since: float | None = None
         self._begin: float | None = None
@@ -102,6 +105,12 @@ class WaitMeter:
         self._idle.append((begin, now - begin))
         if len(self._idle) > 2 * MAX_SPANS:
             self._idle = _joined(self._idle, MAX_SPANS)
+
+    def count_replies(self, seconds: float, lengths: Sequence[int]) -> None:
+        """Record the seconds of a model's replies to environments, and their tokens."""
+        self.reply_s += seconds
+        self.num_replies += len(lengths)
+        self.num_reply_tokens += sum(lengths)
 
     def waits(self) -> EnvironmentWaits | None:
         """Return the waiting so far; None if nothing waited."""

@@ -69,8 +69,14 @@ class GenerateCalls:
 
     def _record_metrics(self, call: str, replica: Replica, generator: ReplicaEngine, report: IterationReport) -> None:
         """Report the metrics of a call; of tensor-parallel ranks, which make the same samples, only the first does."""
+        waits = generator.engine.waits
+        if generator.engine.partners:
+            report.maxima[f"partner_s/{call}"] = waits.reply_s
         if replica.layout.coordinate(self._context.rank).tp:
             return
+        if generator.engine.partners:
+            report.sums[f"partner_replies/{call}"] = float(waits.num_replies)
+            report.sums[f"partner_tokens/{call}"] = float(waits.num_reply_tokens)
         algorithm, stats, moved = self._context.algorithm, generator.engine.stats, generator.engine.migration_stats
         if algorithm.speculation is not None:
             report.sums |= speculation_metrics(call, stats)

@@ -271,9 +271,9 @@ def make_plan_evaluator(
     builder: PoolBuilder,
     plan: ExecutionPlan,
     iterations: Sequence[Lengths],
-    *,
     overlap: OverlapOptions,
     profile: Profile | None = None,
+    factors: Mapping[str, float] | None = None,
 ) -> PlanEvaluator:
     """Return an evaluator of other plans for the algorithm that runs under ``plan``.
 
@@ -283,6 +283,7 @@ def make_plan_evaluator(
         iterations: Lengths of some iterations. Memory is checked for the longest response that sampling allows.
         overlap: Calls that may run at the same time.
         profile: Measured passes; None estimates seconds from data sheets alone.
+        factors: Call -> its seconds over those of its own model, where environments ask others; None: all 1.
 
     Raises:
         PlanError: for a role whose model has no decoder's config.
@@ -304,6 +305,7 @@ def make_plan_evaluator(
                 builder, dataflow, lengths, prompt_tokens=lengths.prompt_tokens, response_tokens=max(lengths.responses)
             ),
             responses=lengths.responses,
+            factors=factors,
             efficiency=CPU_EFFICIENCY if on_cpu else Efficiency(captures_steps=captures),
             cores_per_node=max(1, num_cores() // torch.get_num_threads()) if on_cpu else None,
         )

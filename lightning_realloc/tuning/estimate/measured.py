@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from lightning_realloc.dataflow.dataflow import CallKind
+from lightning_realloc.dataflow.dataflow import CallKind, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.tuning.estimate.cost import CallCost, Pass
@@ -128,18 +128,18 @@ class MeasuredEstimator:
         if chosen.role is None:
             return CallSeconds()
         if self.is_measured(call, dims):
-            return self._from_passes(chosen.role, chosen.kind, plan)
+            return self._from_passes(chosen, plan)
         estimated = self.roofline.call_seconds(call, plan)
         nearest = self._nearest(call, dims)
         if nearest is None:
             return estimated
         there = replace(plan, layout=Layout(nearest, tuple(range(nearest.size))))
-        measured = self._from_passes(chosen.role, chosen.kind, there)
+        measured = self._from_passes(chosen, there)
         return estimated.scaled(UNMEASURED_FACTOR * measured.total / self.roofline.call_seconds(call, there).total)
 
-    def _from_passes(self, role: str, kind: CallKind, plan: CallPlan) -> CallSeconds:
-        dims = plan.layout.dims
-        keys = self._keys(role, kind, dims)
+    def _from_passes(self, call: ModelFunctionCall, plan: CallPlan) -> CallSeconds:
+        dims, role = plan.layout.dims, str(call.role)
+        keys = self._keys(role, call.kind, dims)
         alone, busy = next(iter(keys.values())).dims.size, busiest_node(plan.layout, self.cluster)
 
         def contention(share: float) -> float:
@@ -154,7 +154,7 @@ class MeasuredEstimator:
             optimizer=self.table.optimizer.get(self.models[role], Curve(((1.0, 0.0),))),
             contention=contention,
         )
-        return cost.seconds(kind, plan)
+        return cost.seconds(call.kind, plan).scaled(self.roofline.factors.get(call.name, 1.0))
 
     def _keys(self, role: str, kind: CallKind, dims: ParallelDims) -> dict[PassKind, PassKey]:
         inside = replace(dims, pp=1)

@@ -35,6 +35,8 @@ class RooflineEstimator:
     Args:
         workload: Sequence counts and lengths; ``response_tokens`` is the longest response, which memory must hold.
         responses: Equally likely response lengths; None: all responses are the longest.
+        factors: Call -> factor on the seconds of its own model, for replies of others to its environments, in all
+            layouts; None or no entry: 1.
         cores_per_node: CPU cores that the ranks of a node share; None: ranks do not slow each other down.
 
     Raises:
@@ -50,6 +52,7 @@ class RooflineEstimator:
         workload: Workload,
         *,
         responses: tuple[int, ...] | None = None,
+        factors: Mapping[str, float] | None = None,
         efficiency: Efficiency | None = None,
         cores_per_node: int | None = None,
     ) -> None:
@@ -60,6 +63,7 @@ class RooflineEstimator:
         self.settings = settings
         self._memory = MemoryModel(dataflow, roles, settings, workload)
         self.owner, self.generates_in_copy = self._memory.owner, self._memory.generates_in_copy
+        self.factors = factors or {}
         self.tokens = Tokens(workload, responses or (workload.response_tokens,))
         self.efficiency = efficiency or Efficiency()
         self._cores = cores_per_node
@@ -84,7 +88,7 @@ class RooflineEstimator:
         chosen = self.dataflow.call(call)
         if chosen.role is None:
             return CallSeconds()
-        return self.cost(chosen.role, plan, place).seconds(chosen.kind, plan)
+        return self.cost(chosen.role, plan, place).seconds(chosen.kind, plan).scaled(self.factors.get(call, 1.0))
 
     def cost(self, role: str, plan: CallPlan, place: Placement | None = None) -> CallCost:
         """Return the cost model of a role's calls under a plan."""

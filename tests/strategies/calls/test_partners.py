@@ -60,6 +60,8 @@ def test_every_layout_gives_the_talks_of_one_rank(workers: WorkerPool, partner: 
     alone, together = run(workers, partner, "dp1", 1), run(workers, partner, layout, 2)
     assert together.tokens == alone.tokens
     assert together.rewards == alone.rewards
+    for name in ("partner_replies/actor.generate", "partner_tokens/actor.generate"):
+        assert [logged[name] for logged in together.logged] == [logged[name] for logged in alone.logged]
     assert alone.logged[0]["stopped/failure"] == 0.0 and alone.logged[0]["turns"] > 1.5
     assert len({reward for rewards in alone.rewards for reward in rewards}) > 3
 
@@ -104,8 +106,12 @@ class Heard(Callback):
         everyone = gather_objects(trainer.strategy.full_weights("actor"))
         self.actors.append(everyone[0])
 
-    def on_train_batch_end(self, *args: Any) -> None:
-        """Take the replies."""
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        """Take the replies, which a metric counts with its seconds."""
+        logged = trainer.callback_metrics
+        assert 0 < logged["partner_s/actor.generate"] < logged["seconds/actor.generate"]
+        counts = gather_objects(len(Recalling.heard))
+        assert logged["partner_replies/actor.generate"] == sum(counts) > 0
         self.replies.append(Recalling.heard[:])
         Recalling.heard.clear()
 

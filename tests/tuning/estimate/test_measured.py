@@ -32,6 +32,7 @@ def estimator(
     moves: dict[str, Curve] | None = None,
     *,
     settings: MemorySettings | None = None,
+    factors: dict[str, float] | None = None,
     adapted: bool = False,
 ) -> MeasuredEstimator:
     """Return an estimator of four blocks; 2 of 4 ranks run at full speed, clipping and stepping takes 1 ms a weight."""
@@ -45,6 +46,7 @@ def estimator(
         roles,
         settings or MemorySettings(),
         LOAD,
+        factors=factors,
         efficiency=replace(CPU_EFFICIENCY, call_s=CALL_S),
     )
     table = ProfileTable(
@@ -88,6 +90,19 @@ def test_generation_reads_prompts_and_then_decodes_step_by_step() -> None:
     # Prompts without their last tokens and without logits; 8 steps of 8 sequences at 4 x 0.1 + 0.2.
     by_hand = 8 * 7 * 4 * 0.01 + 8 * 8 * 0.6 + CALL_S
     assert seconds(answers, "actor.generate", "dp1@0") == pytest.approx(by_hand)
+
+
+def test_replies_of_other_models_take_their_share_in_every_layout() -> None:
+    known = {("infer", ALONE): passes(0.01, 0.0), ("decode", ALONE): passes(0.1, 0.2)}
+    plain, asking = (
+        estimator(known, factors=factors)  # type: ignore[arg-type]
+        for factors in (None, {"actor.generate": 1.5})
+    )
+    for layout in ("dp1@0", "dp2@0-1", "tp2@0-1"):  # passes of the last one were not measured
+        assert seconds(asking, "actor.generate", layout) == pytest.approx(
+            1.5 * seconds(plain, "actor.generate", layout)
+        )
+    assert seconds(asking, "reference.infer", "dp1@0") == seconds(plain, "reference.infer", "dp1@0")
 
 
 def test_a_pipeline_waits_for_its_first_and_last_micro_batch() -> None:
