@@ -232,10 +232,12 @@ def plan_of(module: Any, layout: str) -> dict[str, Any]:
     return {"calls": {call.name: layout if call.kind == "generate" else "dp2" for call in placed}}
 
 
-def train_in_layout(module: Any, layout: str, world_size: int, batches: Any, strategy: Mapping[str, Any]) -> Outcome:
+def train_in_layout(
+    module: Any, layout: str, world_size: int, batches: Any, strategy: Mapping[str, Any], **options: Any
+) -> Outcome:
     """Fit with ``plan_of`` a layout, on one rank with ``"static"``, and further settings of the strategy."""
     plan: Any = "static" if world_size == 1 else plan_of(module, layout)
-    return train(module, ReallocStrategy(plan, **strategy), world_size, batches)
+    return train(module, ReallocStrategy(plan, **strategy), world_size, batches, **options)
 
 
 def outcome_of(workers: WorkerPool, run: Callable[..., Outcome], *arguments: Any, world_size: int) -> Outcome:

@@ -9,7 +9,6 @@ from typing import TypeAlias
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.algorithms.base.generation_options import GenerationOptions
 from lightning_realloc.algorithms.base.loaded_weights import ModelSource, check_source
 from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.algorithms.base.vocabulary import own_tokenizer, require_same_vocabulary
@@ -125,17 +124,11 @@ class PartnerRoles:
                     f"into it during generation; give the base by its name, which loads it a second time"
                 )
 
-    def check(self, engine: EngineName, options: GenerationOptions) -> None:
-        """Raise ConfigError for settings of generation with which environments cannot talk to models."""
+    def check(self, engine: EngineName) -> None:
+        """Raise ConfigError for an engine with which environments cannot talk to models."""
         if not self.by_name:
             return
-        asked = f"partners={list(self.by_name)}"
-        require_capability("partners", asked, engine=engine, error=ConfigError)
-        if options.sample_reallocation:
-            raise ConfigError(
-                f"{asked} answer on the rank where a sample began, while all of its samples wait, and "
-                f"sample_reallocation={options.sample_reallocation!r} moves them away; leave one of the two out"
-            )
+        require_capability("partners", f"partners={list(self.by_name)}", engine=engine, error=ConfigError)
 
     def read_tokenizers(self, roles: Sequence[Role], tokenizer: Callable[[], PreTrainedTokenizerBase]) -> None:
         """Read the tokenizers of `strangers`; those without one must read the actor's tokens.

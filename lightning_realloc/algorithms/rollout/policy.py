@@ -108,7 +108,7 @@ class PolicyModule(MultiModelModule):
         self.accuracy = accuracy
         self._check_accuracy()
         self._partners = PartnerRoles(partners, self.sources)
-        self._partners.check(self.engine, self.generation_options)
+        self._partners.check(self.engine)
         self._dialogues = dialogues_of(environment, tools, parser, conversation, self._partners.by_name)
         self._parts: PartColumns | None = None
         """Adds the parts of responses, once the models are there; None if they are not asked for."""

@@ -209,6 +209,11 @@ class Conversations:
         return bool(self._asked)
 
     @property
+    def reply_s(self) -> float:
+        """Seconds so far in which models of the run answered environments."""
+        return self._waits.reply_s
+
+    @property
     def asked(self) -> Collection[int]:
         """Indices of the samples whose question is open."""
         return self._asked.keys()

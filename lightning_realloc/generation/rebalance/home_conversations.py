@@ -2,7 +2,7 @@
 
 A rank sends its questions about other ranks' samples to these, and takes in messages between two steps and while it
 waits for a peer. A sample whose question is open does not move. Deadlines and the bound on concurrent answers are those
-of the rank that asks the environment.
+of the rank that asks the environment, which also answers its questions to models of the run.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class HomeConversations(Conversations):
         self._peers = peers
         self._of_peers = Conversations(environment, settings, vocabulary=vocabulary, clock=clock, bound=self._may_run)
         """Questions of peers, by their number."""
+        if self._partners is not None:
+            self._partners.wake = self._wake
         self._askers: list[tuple[int, int]] = []
         """Rank that asked each of the peers' questions, and the sample's index there."""
         self._home_of: Callable[[int], int] = lambda index: peers.rank
@@ -62,7 +64,7 @@ class HomeConversations(Conversations):
         No message is under way at the end: the ranks have returned their samples after the last one.
         """
         self._home_of = home_of
-        self._peers.answer_questions = self.exchange
+        self._peers.answer_questions = self._serve
         try:
             yield
         finally:
@@ -93,6 +95,12 @@ class HomeConversations(Conversations):
         for _, answer in self._take(FrameKind.ANSWER):
             if answer.index in self._asked:  # else this rank's budget is spent
                 self._received.append((self._asked[answer.index], answer))
+
+    def _serve(self) -> None:
+        """Take in messages, and answer questions to models of the run, while this rank generates nothing."""
+        self.exchange()
+        if self._partners is not None:
+            self._partners.answer()
 
     def _begin(self, index: int, question: Question, turn: Turn) -> None:
         home = self._home_of(index)

@@ -190,9 +190,11 @@ class _Rounds:
         self._messages.send_failure()
 
     def _wait(self, wait: Callable[[], _T]) -> _T:
-        begin = self._clock()
+        begin, talks = self._clock(), self._run.conversations
+        replied_s = 0.0 if talks is None else talks.reply_s
         result = wait()
-        self.stats.waited_s += self._clock() - begin
+        replied_s = 0.0 if talks is None else talks.reply_s - replied_s
+        self.stats.waited_s += self._clock() - begin - replied_s
         return result
 
     # ---- rounds

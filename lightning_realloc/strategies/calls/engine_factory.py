@@ -103,6 +103,11 @@ class EngineFactory(ABC):
                 f"{call.name} runs in the layout {replica.layout}, whose blocks are gathered by all ranks together, "
                 f"and environments of one rank talk to models when others do not; give it a layout with fsdp=1"
             )
+        if self._algorithm.generation_options.sample_reallocation and replica.layout.dims.tp > 1:
+            raise GenerationError(
+                f"{call.name} runs in the layout {replica.layout}, whose ranks answer for models together, and samples "
+                f"move to and from each of them at times of its own; give it tp=1, or leave sample_reallocation out"
+            )
         own = replica if role == call.role else self._context.pool.active(call.name, role)
         if own.layout != replica.layout:
             raise GenerationError(

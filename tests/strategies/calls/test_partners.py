@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,9 +25,11 @@ from lightning_realloc.runtime.messages.objects import gather_objects
 from tests.environments.guessing import END, chat_model, chat_tokenizer
 from tests.environments.talking import MAX_REPLY, Talking
 from tests.environments.test_partners import said_by
+from tests.generation.random_moves import at_random, moving
 from tests.matrices import matrix
 from tests.strategies import runs
 from tests.strategies.calls.test_agents import Games
+from tests.strategies.calls.test_sample_reallocation import Moved
 from tests.strategies.runs import Outcome
 from tests.workers import WorkerPool
 
@@ -35,13 +38,17 @@ LORA = LoraConfig(r=2, target_modules=["q_proj"])
 
 def talk(partner: str, layout: str, world_size: int, settings: dict[str, Any]) -> Outcome:
     """Return the outcome of two iterations, with the actor or a frozen model in the other seat."""
-    strategy = settings.pop("strategy", {})
+    strategy, moved = settings.pop("strategy", {}), Moved()
+    moves = settings.get("generation", GenerationOptions()).sample_reallocation
     module = runs.RecordedGRPO(
         chat_model(), reference=chat_model(1), tokenizer=chat_tokenizer(), environment=Talking,
         sampling=SamplingParams(n=2, max_new_tokens=40), conversation=Conversation(max_turns=3),
         partners={"other": chat_model(2) if partner == "frozen" else partner}, learning_rate=1e-2, **settings,
     )  # fmt: skip
-    return runs.train_in_layout(module, layout, world_size, Games(), strategy)
+    with moving(every=1, plan_balance=at_random) if moves else nullcontext():
+        outcome = runs.train_in_layout(module, layout, world_size, Games(), strategy, callbacks=[moved])
+    assert not moves or min(moved.counts) > 0
+    return outcome
 
 
 def run(workers: WorkerPool, partner: str, layout: str, world_size: int, **settings: Any) -> Outcome:
@@ -77,6 +84,13 @@ def test_every_layout_gives_the_talks_of_one_rank(workers: WorkerPool, partner: 
 def test_other_modes_change_no_talk(workers: WorkerPool, settings: dict[str, Any]) -> None:
     plain, other = run(workers, "frozen", "dp1@0", 2), run(workers, "frozen", "dp1@0", 2, **settings)
     assert other.tokens[0] == plain.tokens[0]
+
+
+def test_a_sample_on_another_rank_reads_the_replies_of_its_home(workers: WorkerPool) -> None:
+    plain = run(workers, "frozen", "dp2", 2)
+    moved = run(workers, "frozen", "dp2", 2, generation=GenerationOptions(sample_reallocation="all"))
+    assert moved.tokens == plain.tokens
+    assert moved.rewards == plain.rewards
 
 
 class Recalling(Talking):
@@ -176,7 +190,9 @@ def test_ranks_that_share_a_model_answer_with_its_own_generate(workers: WorkerPo
     assert first["stopped/failure"] == 0.0 and first["turns"] > 1.5
 
 
-def test_blocks_that_ranks_gather_together_are_refused_by_name(workers: WorkerPool) -> None:
+def test_layouts_in_which_ranks_cannot_answer_are_refused_by_name(workers: WorkerPool) -> None:
+    with pytest.raises(Exception, match=r"layout tp2@0-1, whose ranks answer for models together, .* give it tp=1"):
+        run(workers, "actor", "tp2", 2, generation=GenerationOptions(sample_reallocation=True))
     with pytest.raises(Exception, match=r"calls\.actor\.generate: all ranks of layout fsdp2@0-1 .* with fsdp=1"):
         run(workers, "actor", "fsdp2", 2)
 
@@ -190,7 +206,6 @@ def test_blocks_that_ranks_gather_together_are_refused_by_name(workers: WorkerPo
         ({"partners": {"other": 3}}, "is a int; give a model: .* or 'actor' for self-play"),
         ({"partners": {"other": "critic"}}, "scores and says nothing; give 'actor', 'reference' or a language model"),
         ({"engine": "vllm"}, "needs an engine that lets environments talk to models"),
-        ({"generation": GenerationOptions(sample_reallocation=True)}, "leave one of the two out"),
         ({"partners": {"other": "reference"}}, "a role that the algorithm does not have; .* kl_coef above 0"),
         (
             {"partners": {"other": "reference"}, "kl_coef": 0.1, "peft_config": LORA},
