@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_realloc import limits
 from lightning_realloc.batch.packing import PackedBatch, pack
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.layout import Layout, ModelLayout
+from lightning_realloc.runtime.forward import tiled_logits
+from lightning_realloc.runtime.forward.tiled_logits import DeferredLogits
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.model.training_mode import enable_activation_checkpointing, set_training_mode
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
@@ -42,6 +47,7 @@ class Case:
     token_classifier: bool = False  # with a head of one score per token, as a critic has
     lora_modules: tuple[str, ...] = ()
     checkpointing: bool = False
+    tile_rows: int | None = None  # compute logits in tiles of so many tokens
     tolerance: float = 2e-5
 
     def build(self) -> nn.Module:
@@ -153,13 +159,40 @@ class _Pair(Pair):
     def _infer(self) -> list[str]:
         self.model.eval()
         self.whole.eval()
-        got = pipeline_infer(self.stage, self.mine, self._score)
+        with self._tiles():
+            got = pipeline_infer(self.stage, self.mine, self._score)
         if not self.stage.is_last:
             return [] if got is None else ["an earlier stage has results"]
         with torch.no_grad():
             expected = [self._score(self.whole, batch) for batch in self.mine]
         assert got is not None
         return [d for one, other in zip(got, expected, strict=True) for d in self.compare("inference", one, other)]
+
+    @contextmanager
+    def _tiles(self) -> Iterator[None]:
+        """Compute logits in tiles, and check that the last stage has computed no others."""
+        rows = self.case.tile_rows
+        if rows is None:
+            yield
+            return
+        seen, compute = [], DeferredLogits.compute
+
+        def seeing(logits: DeferredLogits, states: Tensor) -> Any:
+            seen.append(len(states))
+            return compute(logits, states)
+
+        def never(logits: DeferredLogits) -> Tensor:
+            raise AssertionError("all logits at once")
+
+        with (
+            mock.patch.object(limits, "TILE_ELEMENTS", rows * 128),
+            mock.patch.object(limits, "TILED_ROWS_PER_WIDTH", 0),
+            mock.patch.object(tiled_logits, "TILE_ELEMENTS", rows * 128),
+            mock.patch.object(DeferredLogits, "compute", seeing),
+            mock.patch.object(DeferredLogits, "whole", never),
+        ):
+            yield
+        assert max(seen, default=0) == (rows if self.stage.is_last else 0)
 
     def _score(self, model: nn.Module, batch: PackedBatch) -> Tensor:
         return score(model, batch, classifies=self.case.token_classifier)
@@ -171,7 +204,8 @@ class _Pair(Pair):
         set_training_mode(self.model, dropout=False)
         set_training_mode(self.whole, dropout=False)
         losses: list[Tensor] = []
-        pipeline_train(self.stage, self.mine, lambda model, number: self._recorded(losses, model, number))
+        with self._tiles():
+            pipeline_train(self.stage, self.mine, lambda model, number: self._recorded(losses, model, number))
         whole_losses = [self._loss(self.whole, batch) for batch in self.all]
         torch.stack(whole_losses).sum().backward()
         found = []

@@ -64,14 +64,18 @@ def test_pipelines_compose_with_every_other_axis(workers: WorkerPool, cases: lis
     [
         Case("llama", "pp4", num_layers=4, num_micro_batches=5),
         Case("llama", "pp2.fsdp2", num_layers=4, num_micro_batches=1),
+        Case("qwen2", "pp2.fsdp2", TIED, tile_rows=2),
     ],
     [
         Case("llama", "pp4", num_layers=4, num_micro_batches=1),
         Case("llama", "pp4", num_layers=4, num_micro_batches=2),
         Case("llama", "pp2.fsdp2", num_layers=4, num_micro_batches=5),
+        *(Case("llama", layout, tile_rows=2) for layout in ("pp2@0-1", "pp2.dp2", "pp2.fsdp2")),
     ],
 )
-def test_any_number_of_micro_batches_equals_one_process(workers: WorkerPool, cases: list[Case]) -> None:
+def test_any_number_of_micro_batches_and_tiles_of_logits_equal_one_process(
+    workers: WorkerPool, cases: list[Case]
+) -> None:
     _assert_nothing_differs(workers.run(pipeline_beside_the_reference, cases, deadline_s=170.0))
 
 
