@@ -331,15 +331,19 @@ class Episode:
         own.partners.begin_turn(number)
 
     async def _retried(self, act: Callable[[], Awaitable[Any]], method: str) -> Any:
-        """Return the result of an act within the deadline; after a failure it is tried again, as often as allowed."""
-        for _ in range(self.options.bounds.retries):
-            try:
-                return await self._in_time(act, method)
-            except ConfigError:
-                raise
-            except Exception:
-                continue
-        return await self._in_time(act, method)
+        """Return the result of an act within the deadline; after an error it is tried again, as often as allowed."""
+
+        async def tried() -> Any:
+            for _ in range(self.options.bounds.retries):
+                try:
+                    return await act()
+                except ConfigError:
+                    raise
+                except Exception:
+                    continue
+            return await act()
+
+        return await self._in_time(tried, method)
 
     async def _in_time(self, act: Callable[[], Awaitable[Any]], method: str) -> Any:
         deadline_s = self.options.bounds.deadline_s

@@ -420,17 +420,26 @@ def test_environments_that_cannot_be_reset_are_closed_too() -> None:
     assert opened == []
 
 
-def test_an_environment_that_does_not_close_is_given_up_and_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reset_and_a_close_that_hang_are_given_up_at_the_deadline(caplog: pytest.LogCaptureFixture) -> None:
+    num_resets = 0
+
     class Stuck(Guessing):
-        """Never closes."""
+        """Begins nothing, and never closes."""
+
+        async def reset(self, row: Mapping[str, Any]) -> None:  # type: ignore[override]
+            """Count, and wait."""
+            nonlocal num_resets
+            num_resets += 1
+            await asyncio.sleep(3600)
 
         async def close(self) -> None:
             """Wait."""
             await asyncio.sleep(3600)
 
-    episodes = Episodes(options(Stuck, deadline_s=0.1))
+    episodes = Episodes(options(Stuck, deadline_s=0.1, retries=1))
     episodes.begin(prompts(1))
     episodes.close()
+    assert num_resets == 1, "a new try would have another deadline"
     assert "Stuck: the environment's close did not return within deadline_s=0.1" in caplog.text
 
 
