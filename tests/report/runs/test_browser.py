@@ -152,8 +152,7 @@ def test_newer_data_keep_zoom_search_and_place(page: Any) -> None:
     page.get_by_label("Search in Samples, the newest first").fill("answer 14")
     page.evaluate("Plotly.relayout(document.querySelector('#chart-reward .plot'), {'xaxis.range': [2, 4]})")
     page.evaluate("scrollTo(0, 700)")
-    page.wait_for_function("scrollY > 600")
-    before = page.evaluate("scrollY")
+    page.wait_for_function("scrollY === 700")  # from the table, in several steps
 
     page.evaluate("""() => {
         const data = JSON.parse(document.getElementById('data').textContent);
@@ -168,7 +167,7 @@ def test_newer_data_keep_zoom_search_and_place(page: Any) -> None:
     assert page.evaluate("document.querySelector('#chart-reward .plot').data[0].x.length") == 9
     assert page.evaluate("document.querySelector('#chart-reward .plot').layout.xaxis.range") == [2, 4]
     assert page.locator("#table-rollouts tbody tr").count() == 12
-    assert page.evaluate("scrollY") == before
+    assert page.evaluate("scrollY") == 700
 
 
 def test_the_slider_chooses_an_iteration(shared_page: Any) -> None:
