@@ -25,6 +25,7 @@ import torch
 
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.strategies.checkpoints.checkpoint_files import check_files, read_description
+from tests.chaos.agents import STALL_TIMEOUT_S
 from tests.chaos.faults import Fault, draw_faults
 from tests.chaos.processes import start, wait_for
 
@@ -51,6 +52,8 @@ def trial(fault: Fault, folder: Path) -> list[str]:
             return ["the run ended before the fault"]
         stopped = _stopped(fault, run.folder)
         deadline_s = TORCHRUN_S if stopped and fault.launcher == "torchrun" else DEADLINE_S
+        if fault.algorithm == "agents":  # whose ranks wait longer before they give up another one
+            deadline_s += STALL_TIMEOUT_S
         if not wait_for(lambda: not set(run.processes()) - stopped, deadline_s):
             problems.append(f"processes {set(run.processes()) - stopped} live {deadline_s:g} s after the fault")
         if fault.signal != "SIGTERM" and fault.target == "one" and not _names(fault, run.log()):
