@@ -85,6 +85,8 @@ def _summary_lines(placed: PlacedRoles, optimizers: LightningOptimizers, trainer
     yield from _memory_line(builder, plan, keeps_caches=keeps_caches)
     yield from _first_iterations_line(builder, plan, keeps_graphs=keeps_caches)
     yield f"an iteration: {', '.join(_iteration(module, trainer, trained))}"
+    if turns := getattr(module, "described_turns", None):
+        yield f"a response: {turns}"
     if own := [f"{name}={value}" for name in OWN_DEFAULTS if (value := getattr(module, name, None)) is not None]:
         yield f"loss: {', '.join(own)}"
     rates = [f"{role} {made.param_groups[0]['lr']:g}" for role, made in optimizers.by_role().items()]

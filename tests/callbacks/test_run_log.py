@@ -24,10 +24,12 @@ from lightning_realloc.callbacks.run_log import RemainingTime, RunLog, format_du
 from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import CheckpointError, RankLost
+from lightning_realloc.generation import Conversation, SamplingParams
 from lightning_realloc.layout import Layout
 from lightning_realloc.runtime.messages.failure_store import STORE_LOST
 from lightning_realloc.strategies.lightning.failures import log_way_to_resume
 from lightning_realloc.strategies.run_summary import _first_iterations_line, _shortage
+from tests.environments.guessing import chat_model, chat_tokenizer, is_even, words_as_calls
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.strategies.runs import Batches
@@ -72,6 +74,10 @@ def lines(found: Sequence[str]) -> list[str]:
 def logs() -> dict[str, list[str]]:
     """Return the messages of runs with several settings."""
     world_size = runs.world_size()
+    agent = runs.grpo(
+        actor=chat_model(), reference=chat_model(1), tokenizer=chat_tokenizer(), tools=[is_even], parser=words_as_calls,
+        conversation=Conversation(max_turns=3), sampling=SamplingParams(n=2, max_new_tokens=6),
+    )  # fmt: skip
     prompts = PromptDataModule(PROMPTS, batch_size=2, val_data=PROMPTS[:2], tokenizer=byte_tokenizer())
     return {
         "every": told(
@@ -81,6 +87,7 @@ def logs() -> dict[str, list[str]]:
         "no lines": told(
             runs.sft(), Batches(1, responses=True), world_size=world_size, max_steps=1, enable_progress_bar=False
         ),
+        "agent": told(agent, PromptDataModule(PROMPTS, batch_size=2), world_size=world_size, max_steps=1),
         "no summary": told(
             runs.sft(), Batches(1, responses=True), world_size=world_size, max_steps=1, enable_model_summary=False
         ),
@@ -105,6 +112,7 @@ def test_a_plain_log_has_a_summary_and_a_line_per_iteration(workers: WorkerPool)
     assert all(re.match(rf"step ./4  loss {number}  len \d+  train ", line) for line in seldom)
     assert not lines(first["no lines"]) and lines(first["no summary"])
     assert not any("models: " in text for text in first["no summary"])
+    assert any("  a response: at most 3 turns; tools: is_even\n" in text for text in first["agent"])
     (summary,) = (text for text in first["every"] if "models: " in text)
     assert re.sub(r"(?<=peak of )[0-9]+ MiB|(?<=has )[0-9.]+ GiB|(?<=in )[a-z.]+(?=;)", "?", summary).splitlines() == [
         "RecordedGRPO on 2 cpu ranks, precision 32-true, from step 0 of 3",

@@ -104,6 +104,11 @@ class Dialogues(ABC):
     def __init__(self, bounds: Conversation) -> None:
         self.bounds = bounds
 
+    @property
+    def described(self) -> str:
+        """Turns of a response, and the tools that are known without a row."""
+        return f"at most {self.bounds.max_turns} turns"
+
     @abstractmethod
     def prepare(
         self,
@@ -191,6 +196,11 @@ class EpisodeDialogues(Dialogues):
         """Questions to models that environments talk to."""
         self._continued: Episodes | None = None
         """Episodes of unfinished responses, and those that continue them."""
+
+    @property
+    def described(self) -> str:
+        names = ", ".join(tool.name for tool in self.factory.tools)
+        return f"{super().described}{names and f'; tools: {names}'}"
 
     def prepare(
         self,

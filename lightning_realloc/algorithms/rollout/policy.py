@@ -185,6 +185,11 @@ class PolicyModule(MultiModelModule):
     def has_environment(self) -> bool:
         return self._dialogues is not None
 
+    @property
+    def described_turns(self) -> str | None:
+        """Limit of turns and names of tools; None without environment."""
+        return None if self._dialogues is None else self._dialogues.described
+
     def calls(self) -> tuple[ModelFunctionCall, ...]:
         """Return the calls, with the models that environments talk to."""
         if self._partners.by_name:
