@@ -95,7 +95,7 @@ resume: $(VENV)/.ready
 soak: $(VENV)/.ready
 	$(RUN) tests.soak
 
-# Does a test fail for each of forty mistakes in copies of the package? A quarter of an hour on two cores.
+# Does a test fail for each of fifty mistakes in copies of the package? A quarter of an hour on two cores.
 seeded-faults: $(VENV)/.ready
 	$(RUN) tests.seeded_faults --jobs $(JOBS)
 

@@ -1,4 +1,4 @@
-"""Trial of the test suite: does a test fail for each of forty faults, put one by one into a copy of the package?
+"""Trial of the test suite: does a test fail for each of fifty faults, put one by one into a copy of the package?
 
     python -m tests.seeded_faults
 

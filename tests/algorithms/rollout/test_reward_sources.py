@@ -13,6 +13,9 @@ from lightning import Trainer
 from transformers import PreTrainedModel
 
 from lightning_realloc import GRPO, PPO, RLOO, BestOfN, OnlineDPO, ReinforcePlusPlus, ReMax
+from lightning_realloc.algorithms.base.rollout_columns import FINISH_REASONS
+from lightning_realloc.algorithms.losses.advantages import ADVANTAGES
+from lightning_realloc.algorithms.rollout.reward_sources import RewardSources
 from lightning_realloc.batch.packing import pack
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
@@ -69,6 +72,19 @@ def test_models_and_functions_are_added_by_weight_in_the_order_of_the_list() -> 
     assert torch.equal(found["rewards"], 0.5 * SCORES + 2.0 * functions - other)
     assert torch.equal(found["reward/reward"], SCORES) and torch.equal(found["reward/reward_2"], other)
     assert torch.equal(found["reward/fixed"], functions)
+
+
+def test_a_response_whose_environment_failed_has_no_reward_and_changes_no_groups_mean() -> None:
+    rewards = torch.tensor([1.0, 0.25, 3.0, 2.0])
+    samples = rollout(environment_rewards=rewards).with_columns(
+        finish_reason=torch.tensor([0, 1, 0, FINISH_REASONS.index("failure")])
+    )
+    found = RewardSources(None, {}, has_environment=True).judge(samples, byte_tokenizer())
+    expected = torch.tensor([1.0, 0.25, 3.0, torch.nan])
+    for made in (found.total, found.by_function["environment"]):
+        assert torch.equal(made.nan_to_num(-1.0), expected.nan_to_num(-1.0))
+    advantages = ADVANTAGES["group_mean"](samples.with_columns(rewards=found.total))
+    assert advantages[:3].tolist() == [0.375, -0.375, 0.0] and advantages[3].isnan()
 
 
 def test_each_call_scores_with_its_own_model() -> None:

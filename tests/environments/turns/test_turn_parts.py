@@ -100,6 +100,10 @@ def test_each_turn_is_read_by_itself_and_answers_are_in_no_part() -> None:
     found = parts.of_response([5], [token for row in rows for token in row], mask)
     expected = ["thinking"] * 16 + ["answer"] * 2 + [None] * 11
     assert found == [*expected, *["answer"] * 10]
+    # The answer may open a thought of the turn after it, as chat templates of thinking models do.
+    asked = tokenizer("tool<think>\n")["input_ids"]
+    mask = [True] * len(rows[0]) + [False] * len(asked) + [True] * len(rows[2])
+    assert parts.of_response([5], [*rows[0], *asked, *rows[2]], mask)[-10:] == ["thinking"] * 9 + ["answer"]
     # A turn that ends in a later call is read again from its beginning, where the prompt may have opened a thought.
     opened = tokenizer("<think>\n" + " " * 50)["input_ids"]
     begun, whole = (parts.of_response(opened, rows[2][:n], [True] * n) for n in (1, len(rows[2])))

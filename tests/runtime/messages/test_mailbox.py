@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,32 @@ def _open() -> tuple[int, Mailbox]:
 
 def _bytes(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.uint8)
+
+
+class _Work:
+    """A message under way, until it is waited for."""
+
+    is_under_way = True
+
+    def wait(self) -> None:
+        self.is_under_way = False
+
+
+def test_release_waits_for_the_frames_of_a_run_and_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    works: list[_Work] = []
+
+    def send(*arguments: Any, **settings: Any) -> _Work:
+        works.append(_Work())
+        return works[-1]
+
+    monkeypatch.setattr(dist, "isend", send)
+    mailbox = Mailbox(0, 2, None)
+    for run in range(3):
+        mailbox.send([1], FrameKind.ROWS, run, 0, _bytes(1))  # a header and its content
+    mailbox.release(1)
+    assert [work.is_under_way for work in works] == [False] * 4 + [True] * 2
+    mailbox.release(2)
+    assert not any(work.is_under_way for work in works)
 
 
 def _send_in_one_order_and_receive_in_another() -> list[list[int]]:
