@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_realloc.data.chat import Message
+if TYPE_CHECKING:
+    from lightning_realloc.data.chat import Message
 
 
 def transcript(conversation: Mapping[str, Any]) -> str:
@@ -38,11 +39,12 @@ def _turn(message: Message) -> str:
     thought, content = message.get("reasoning_content"), message.get("content")
     parts = [f"thinks: {thought.strip()}"] if thought else []
     parts += [f"says: {content}"] if content else []
-    parts += [f"calls {_call(call['function'])}" for call in message.get("tool_calls") or ()]
+    parts += [f"calls {call_text(call['function'])}" for call in message.get("tool_calls") or ()]
     return f"{message['role']} " + ", ".join(parts or ["says nothing"])
 
 
-def _call(function: Mapping[str, Any]) -> str:
+def call_text(function: Mapping[str, Any]) -> str:
+    """Return a call of a tool as text, such as ``add(a=1, b=2)``."""
     arguments = function["arguments"]
     if isinstance(arguments, Mapping):
         arguments = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in arguments.items())

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from lightning_realloc.environments.transcript import call_text
 from lightning_realloc.recording.followed_file import BROKEN_LINE, MAX_LINE_BYTES
 
 CONVERSATIONS_FILE = "rollouts.jsonl"
@@ -103,15 +104,8 @@ def _shown(message: Mapping[str, Any]) -> dict[str, Any]:
         "name": None if message.get("name") is None else _cut(str(message["name"])),
         "thought": _cut(str(message.get("reasoning_content") or "").strip()),
         "text": _cut(_text(message.get("content"))),
-        "calls": [_cut(_call(call["function"])) for call in calls],
+        "calls": [_cut(call_text(call["function"])) for call in calls],
     }
-
-
-def _call(function: Mapping[str, Any]) -> str:
-    arguments = function["arguments"]
-    if isinstance(arguments, Mapping):
-        arguments = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in arguments.items())
-    return f"{function['name']}({arguments})"
 
 
 def _text(content: object) -> str:
