@@ -224,14 +224,23 @@ class Episode:
             self.reward = sum(of_turns, 0.0)
 
     async def close(self) -> None:
-        """Close the environment, and those that were lost."""
+        """Close the environment, and those that were lost; their errors are logged.
+
+        Raises:
+            ConfigError: for a ``close`` that asks a partner.
+        """
         environments, self._lost = self._lost, []
         if self._environment is not None:
             environments.append(self._environment)
             self._environment = None
         for environment in environments:
+            if self.options.partners is not None:
+                own: Any = _given_object(environment)
+                own.partners.is_over = True
             try:
                 await self._in_time(partial(call, environment.close), "close")
+            except ConfigError:
+                raise
             except Exception as error:
                 _log.warning("%s: %s", type(_given_object(environment)).__name__, _failure("close", error))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -123,7 +124,8 @@ class Episodes:
     def close(self) -> None:
         """Close all environments, after an error or where their responses are not continued."""
         episodes, self._episodes = list(self._episodes.values()), {}
-        self._run(episode.close() for episode in episodes)
+        with suppress(ConfigError):  # `finish` raises it; here, it could hide the error that ended the call
+            self._run(episode.close() for episode in episodes)
 
     # ---- parts
     def _episode(self, samples: Samples, place: int) -> Episode:

@@ -69,6 +69,8 @@ class Partners(dict[str, "Partner"]):
     """Turn of the model that the environment answers; 0: `reset`."""
     num_asked: Counter[str]
     """Questions in this turn, by the partner's name."""
+    is_over: bool = False
+    """Whether the episode is over, so that the environment is only closed."""
 
     def begin_turn(self, number: int) -> None:
         """Number the questions of a turn from 0 on."""
@@ -127,6 +129,11 @@ class Partner:
             raise ConfigError(
                 f"partners[{self._name!r}].reply is awaited by environments, and was called in a plain method or "
                 f"a loop of its own; define the method or tool with async def, and write await ...reply(...)"
+            )
+        if self._partners.is_over:
+            raise ConfigError(
+                f"partners[{self._name!r}].reply was called in close(), after the episode; ask in reset, step or "
+                f"get_reward"
             )
         if isinstance(messages, str) or not isinstance(messages, Sequence) or not is_conversation(list(messages)):
             raise ConfigError(

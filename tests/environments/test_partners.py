@@ -259,9 +259,18 @@ class Plain(Wrong):
         return StepResult([{"role": "user", "content": reply["content"]}])
 
 
+class Closing(Talking):
+    """Asks when it is closed."""
+
+    async def close(self) -> None:
+        """Ask."""
+        await self.partners["other"].reply(self.talk)
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [
+        ("close", r"partners\['other'\].reply was called in close\(\), after the episode; ask in reset, step or"),
         ("long", "leaves no room for an answer"),
         ("name", r"asks for partners\['nobody'\]; there are 'other'"),
         ("text", "reply needs messages with 'role' and 'content'; got 'Guess'"),
@@ -271,7 +280,7 @@ class Plain(Wrong):
     ],
 )
 def test_questions_that_cannot_be_answered_are_named(how: str, message: str) -> None:
-    source = Plain if how in ("plain", "own loop") else Wrong
+    source = Closing if how == "close" else Plain if how in ("plain", "own loop") else Wrong
     stage = Stage(type("Wrong", (source,), {"how": how}), max_turns=2)
     completions = stage.play(GREEDY)
     with pytest.raises(Exception, match=message):
