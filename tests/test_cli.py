@@ -125,6 +125,13 @@ class Digits:
 
     def __call__(self, turn):
         return self.tokenizer("3", add_special_tokens=False)["input_ids"]
+
+class Game:
+    def __init__(self, level):
+        self.level = level
+
+    def reset(self, **columns):
+        pass
 """
 
 
@@ -138,14 +145,18 @@ def test_a_file_sets_conversations_and_rollout_budgets(workers: WorkerPool, fold
     }  # fmt: skip
     (folder / "talking.yaml").write_text(yaml.safe_dump(CONFIG | {"model": model}))
     line = ["fit", "--config", "talking.yaml"]
-    fitted, printed, refused = _run(
-        workers, folder, line, [*line, "--print_config"], [*line, "--model.generation.rollout_budget.tokens", "0"]
-    )
+    game = {"class_path": "tools.Game", "init_args": {"level": 2}}
+    fitted, printed, refused, playing = _run(
+        workers, folder, line, [*line, "--print_config"], [*line, "--model.generation.rollout_budget.tokens", "0"],
+        [*line, "--model.environment", json.dumps(game), "--print_config"],
+    )  # fmt: skip
     assert fitted.code == 0, fitted.errors
     settings = yaml.safe_load(printed.output)["model"]["init_args"]
     assert settings["environment"] == "tools:Digits" and settings["conversation"]["deadline_s"] == 60.0
     budget = settings["generation"]["rollout_budget"]
     assert budget == {"tokens": 10, "seconds": None, "max_staleness": 4, "late": "finish"}
+    shown = yaml.safe_load(playing.output)["model"]["init_args"]["environment"]
+    assert shown == game and "Unable to serialize" not in playing.errors
     assert refused.code == 2 and "RolloutBudget(tokens=0) must be at least 1" in refused.errors
 
 

@@ -13,9 +13,9 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Environment
 from lightning_realloc.rewards.signatures import check_takes
 
-# This order matters: a class_path that jsonargparse makes no object of stays a mapping.
-_OneSource = str | MessageEnvironment | Callable[..., Any]
-EnvironmentSource = str | Mapping[str, _OneSource] | MessageEnvironment | Callable[..., Any] | Mapping[str, Any]
+# This order matters: a class_path that jsonargparse makes no object of stays a mapping, and its init_args do, too.
+_OneSource = str | MessageEnvironment | Mapping[str, Any] | Callable[..., Any]
+EnvironmentSource = str | Mapping[str, _OneSource] | MessageEnvironment | Callable[..., Any]
 """An environment of messages: its class, an object to copy, a function that makes one, or several of these by name. Or
 one of tokens: a function of a turn, or a class of such functions that is constructed from the tokenizer. Or an import
 path."""
