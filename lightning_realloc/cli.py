@@ -28,7 +28,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, _InstantiatorFn
 
 import lightning_realloc
-from lightning_realloc.commands.file_forms import UNNAMED, file_form, unnamed_class
+from lightning_realloc.commands.file_forms import UNNAMED, file_form, form_error, unnamed_class
 from lightning_realloc.commands.output_checks import check_outputs
 from lightning_realloc.commands.parsing import accept_moved_settings, describe_full_device, has_bf16, strategy_with
 from lightning_realloc.commands.short_run import COMMANDS, read_command_line
@@ -105,6 +105,8 @@ class Parser(LightningArgumentParser):
         A nested parser's message, which contains its hints already, is part of this one; the hints move to its end.
         """
         hints = list(_setting_hints(message))
+        if not any(hints) and (ours := form_error(message)) is not None:
+            super().error(ours, ex)
         if not hints:
             hints = [self._option_hint("".join(found)) for found in _UNKNOWN_KEY.findall(message)]
         if not any(hints):

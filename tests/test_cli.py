@@ -75,6 +75,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "grpo.yaml").write_text(yaml.safe_dump(CONFIG))
     (path / "wrong_steps.yaml").write_text("trainer: {max_stepz: 1}")
     (path / "wrong_plan.yaml").write_text("plan: static")
+    (path / "wrong_environment.yaml").write_text("model: {class_path: GRPO, init_args: {environment: 3}}")
+    (path / "wrong_reward.yaml").write_text("model: {class_path: GRPO, init_args: {reward: {a: 3}}}")
     (path / "earlier.yaml").write_text("model: {class_path: GRPO, init_args: {sample_reallocation: true}}")
     return path
 
@@ -501,6 +503,13 @@ MISTAKES = [
     ("--model.speculation", '{"method": "ngram"}', "Speculation has no setting method; here it is drafter="),
     ("--trainer.callbacks+", '{"class_path": "tests.test_cli.make_callback", "init_args": {"evry": 1}}', "'evry'"),
     ("--model.learning_rate", "fast", 'Parser key "learning_rate"'),
+    ("--model.partners", "x", "partners='x' must map names to models; write {other: actor} for self-play, or "),
+    ("--model.partners", "{a: 3}", "partners=\"{'a': 3}\" must map names to models; write {other: actor}"),
+    ("--model.tools", "my:add", "tools='my:add' must be a list of functions; write ['my_tools:add'], or my_tools:add"),
+    ("--config", "wrong_environment.yaml", "environment='3' must name an environment; write my_game.Game, {class_path"),
+    ("--config", "wrong_reward.yaml", "reward=\"{'a': 3}\" must name a reward; write my_rewards.right_answer, a list"),
+    ("--model.learned_parts", "answer", "learned_parts='answer' must be a list of thinking, calls and answer; write ["),
+    ("--model.on_failure", "drop", "GRPO has no setting on_failure; here it is conversation=Conversation(on_failure"),
     (
         "--model.policy_loss",
         "{clip_low: 0.1}",

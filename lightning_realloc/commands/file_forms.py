@@ -66,6 +66,24 @@ _BEGINNING = re.compile(r"(?:\b(\w+)=)?\b(partial|[A-Z]\w*)\(")
 """Beginning of a call, with the keyword that it is given to."""
 _OPEN = "..."
 """Value that is left to the user."""
+_FORMS: Mapping[str, str] = {
+    "partners": "must map names to models; write {other: actor} for self-play, or {seller: Qwen/Qwen3-0.6B}",
+    "tools": "must be a list of functions; write ['my_tools:add'], or my_tools:add after the flag --model.tools+",
+    "environment": "must name an environment; write my_game.Game, {class_path: my_game.Game, init_args: {level: 3}}, "
+    "or several by name, {game: my_game.Game, shop: my_shop.Shop}",
+    "reward": "must name a reward; write my_rewards.right_answer, a list of such names, {class_path: ..., "
+    "init_args: ...}, or the folder or name of a reward model",
+    "reward_weights": "must be a list with a number for each reward; write [1.0, 0.5]",
+    "learned_parts": "must be a list of thinking, calls and answer; write [calls]",
+    "conversation": "must be limits of a conversation; write {max_turns: 4}",
+    "parser": "must name a format of tool calls; write hermes, the import path of a function, or a response template",
+}
+"""Setting of an algorithm -> rule and way out, for values of no form that it takes."""
+_KEY = re.compile(r'Parser key "([\w.]+)":')
+_VALUE = re.compile(r"^ *Given value: (.*)|Got value: (.*)", re.MULTILINE)
+_CLASS = re.compile(r"Problem with given class_path '([\w.]+)'")
+_MOST_SHOWN = 60
+"""Most characters of a value that an error shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +126,22 @@ def file_form(message: str, arguments: Sequence[str]) -> str:
     else:
         forms, place = [setting.in_file() for setting in settings], "in YAML"
     return f"; {place}: {'; '.join(dict.fromkeys(forms))}" if forms else ""
+
+
+def form_error(message: str) -> str | None:
+    """Return our message for a value of the wrong form; None for other mistakes.
+
+    Args:
+        message: Error of jsonargparse about one setting. If the value names a class, the error is about that class.
+
+    >>> form_error('Parser key "tools":\n  Expected a <class \'collections.abc.Sequence\'>. Got value: my:add')
+    "tools='my:add' must be a list of functions; write ['my_tools:add'], or my_tools:add after the flag --model.tools+"
+    """
+    key = _KEY.match(message)
+    values = [first or second for first, second in _VALUE.findall(message)]
+    if key is None or key[1] not in _FORMS or not values or not UNNAMED.keys() >= {*_CLASS.findall(message)}:
+        return None
+    return f"{key[1]}={values[-1]!r:.{_MOST_SHOWN}} {_FORMS[key[1]]}"
 
 
 def unnamed_class(path: str, given: str) -> str:

@@ -46,6 +46,7 @@ from lightning_realloc.data.chat import load_tokenizer
 from lightning_realloc.data.data_module import RowDataModule
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.generation.core.capabilities import EngineName
+from lightning_realloc.generation.loop.environment import Conversation
 from lightning_realloc.rewards.functions import RewardFunctions
 from lightning_realloc.runtime.forward.liger import use_liger_kernels
 from lightning_realloc.runtime.forward.packed_attention import check_packable, check_segments
@@ -110,7 +111,9 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
         tokenizer: Tokenizer, its name or folder; None: that of the first language model.
     """
 
-    names_elsewhere = HintTable("algorithm", generation=GenerationOptions, train_options=TrainOptions)
+    names_elsewhere = HintTable(
+        "algorithm", generation=GenerationOptions, train_options=TrainOptions, conversation=Conversation
+    )
     _tokenizer: PreTrainedTokenizerBase | None
     share_prompts: bool = False
     """Whether adjacent samples of a pack may share one copy of their prompt. Models must be causal, and methods find a
