@@ -23,6 +23,8 @@ _Initializer = TypeVar("_Initializer", bound=Callable[..., None])
 _PACKAGE = f"{__package__}."
 _CALL = r"\w\([^()]*(?:\([^()]*\)[^()]*)*\)"
 """A call within a hint, whose keywords are not settings of the class."""
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+_VAR_POSITIONAL, _VAR_KEYWORD = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 _MOST_LISTED = 16
 """Most settings that an error lists; a longer list hides its first words."""
 
@@ -136,6 +138,12 @@ class SuggestsSettings:
     names_elsewhere: ClassVar[Mapping[str, str]] = {}
     """Other libraries' names for settings -> ours."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let the constructor of each class of this package name the settings that it lacks."""
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls) and cls.__module__.startswith(_PACKAGE):
+            type.__setattr__(cls, "__init__", _refuses_missing(vars(cls)["__init__"]))
+
     def __new__(cls, *args: Any, **settings: Any) -> Self:
         """Check the settings, before Python refuses unknown ones without a hint."""
         if settings:
@@ -174,7 +182,7 @@ def suggest_settings(hints: Mapping[str, str]) -> Callable[[_Class], _Class]:
     """
 
     def decorate(cls: _Class) -> _Class:
-        initialize = vars(cls)["__init__"]
+        initialize = _refuses_missing(vars(cls)["__init__"])
 
         @wraps(initialize)
         def __init__(self: object, *args: Any, **settings: Any) -> None:
@@ -187,6 +195,24 @@ def suggest_settings(hints: Mapping[str, str]) -> Callable[[_Class], _Class]:
         return cls
 
     return decorate
+
+
+def _refuses_missing(initialize: _Initializer) -> _Initializer:
+    """Decorate an ``__init__`` to raise ConfigError for settings that are left out and have no default."""
+    _, *parameters = inspect.signature(initialize).parameters.values()
+    required = {each.name: each.kind for each in parameters if each.default is each.empty}
+    required = {name: kind for name, kind in required.items() if kind not in (_VAR_POSITIONAL, _VAR_KEYWORD)}
+
+    @wraps(initialize)
+    def __init__(self: object, *args: Any, **settings: Any) -> None:
+        given = {*settings, *(parameter.name for parameter in parameters[: len(args)])}
+        if missing := [name for name in required if name not in given]:
+            form = ", ".join(f"{name}=..." if kind is _KEYWORD else name for name, kind in required.items())
+            name = type(self).__name__
+            raise ConfigError(f"{name} needs {' and '.join(missing)}, without a default; write {name}({form})")
+        initialize(self, *args, **settings)
+
+    return cast("_Initializer", __init__)
 
 
 def _refuse_unknown(cls: type, settings: Iterable[str]) -> None:

@@ -294,3 +294,18 @@ def test_options_with_hints_can_be_copied_and_pickled() -> None:
     given = SamplingParams(n=3, stop_strings=("a",))
     assert copy.deepcopy(given) == given == pickle.loads(pickle.dumps(given))
     assert not hasattr(given, "__dict__")
+
+
+def test_settings_that_are_left_out_and_have_no_default_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"needs batch_size, .*; write PromptDataModule\(batch_size="):
+        PromptDataModule()
+    with pytest.raises(ConfigError, match=r"^DPO needs actor, .*; write DPO\(actor\)"):
+        DPO(beta=0.1)
+    with pytest.raises(ConfigError, match=r"^Role needs source and trained, "):
+        Role("actor")
+
+    class Own(PromptDataModule):
+        def __init__(self) -> None:
+            super().__init__(batch_size=4)
+
+    assert copy.deepcopy(Own()).batch_size == 4
