@@ -8,6 +8,7 @@ store has ended, nothing can be read; its own log shows the error.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from concurrent import futures
@@ -16,15 +17,20 @@ from threading import Thread
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from lightning_realloc import errors
 from lightning_realloc.errors import RankLost, ReallocError
+from lightning_realloc.runtime.messages.stalls import RankState
 
+PEER_FAILURE_S = 15.0
+"""Seconds that a rank waits in one place after another one failed, before it reports that error. It is longer than
+ranks take to exchange their errors."""
 CHECK_S = 1.0
 """Seconds between two questions to the store while a rank waits."""
 STORE_LOST = "the process that hosts the process group's store, mostly rank 0, was lost"
 """Text of errors of ranks that cannot reach the store any more."""
-_COUNT_KEY = "failures_and_losses"
+COUNT_KEY = "failures_and_losses"
 """Key for the number of failures and losses published since the store exists, also of earlier runs."""
 Value = TypeVar("Value")
 _BROKEN = re.compile(r"gloo/transport.*(by peer|broken pipe|time(d )?out|connect)", re.IGNORECASE | re.DOTALL)
@@ -53,18 +59,60 @@ def publish_failure(rank: int, error: BaseException) -> None:
 def peer_failures(world_size: int) -> dict[int, tuple[str, str]]:
     """Return rank -> (class name, message) of the published errors; {} if the store cannot be reached."""
     with suppress(RuntimeError):
-        return _published(world_size)
+        return published_failures(group_store(), world_size)
     return {}
 
 
-def _published(world_size: int) -> dict[int, tuple[str, str]]:
-    """Return as `peer_failures`. Raises RuntimeError if the store cannot be reached."""
-    found, store = {}, group_store()
+def published_failures(store: Any, world_size: int) -> dict[int, tuple[str, str]]:
+    """Return as `peer_failures`, from a connection to the store. Raises RuntimeError if it cannot be reached."""
+    found = {}
     for rank in range(world_size):
         if store.check([_key(rank)]):
             name, message = json.loads(store.get(_key(rank)))
             found[rank] = (name, message)
     return found
+
+
+class PeerFailures:
+    """Errors that other ranks published in this run, and how long this rank has waited since.
+
+    A rank that failed and lives on, such as one whose script caught the error, breaks no connection.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._num_read = 0
+        self._failures: dict[int, tuple[str, str]] = {}
+        self._waits: tuple[str, int] | None = None
+        self._since = 0.0
+
+    @property
+    def have_failed(self) -> bool:
+        """Whether another rank has failed, and this one has not."""
+        return bool(self._failures) and self._rank not in self._failures
+
+    def read(self, store: Any, count: int) -> None:
+        """Read the errors if the store's number of failures and losses, ``count``, has changed."""
+        if count != self._num_read:
+            self._num_read, self._failures = count, published_failures(store, self._world_size)
+
+    def describe_vain_wait(self, own: RankState, now: float) -> str | None:
+        """Return a message, once, when this rank has waited in one place for `PEER_FAILURE_S` since a failure."""
+        waits = None if own.waits_for is None else (own.activity, own.stack)
+        if waits != self._waits:
+            self._waits, self._since = waits, now
+        if waits is None or now - self._since < PEER_FAILURE_S:
+            return None
+        self._since = math.inf
+        rank, (name, message) = min(self._failures.items())
+        return (
+            f"rank {rank} failed with {name}: {message}; rank {self._rank} waits for it in vain in {own.activity} "
+            f"({own.place})"
+        )
 
 
 def peer_error(rank: int, name: str, message: str) -> ReallocError:
@@ -99,9 +147,9 @@ def await_watching(wait: Callable[[], Value], world_size: int, *, what: str) -> 
 def _cause_to_end(world_size: int) -> str | None:
     """Return the first rank that failed or was lost; None if no rank knows of one."""
     try:
-        if not group_store().add(_COUNT_KEY, 0):  # one question in place of two for every rank
+        if not group_store().add(COUNT_KEY, 0):  # one question in place of two for every rank
             return None
-        for rank, (name, message) in _published(world_size).items():
+        for rank, (name, message) in published_failures(group_store(), world_size).items():
             return f"rank {rank} failed with {name}: {message}"
         lost = next(filter(is_lost, range(world_size)), None)
     except dist.DistNetworkError:
@@ -131,7 +179,7 @@ def explain_broken_connection(error: BaseException, rank: int, world_size: int) 
         return
     if is_broken_connection(error):
         try:
-            for other, (name, message) in _published(world_size).items():
+            for other, (name, message) in published_failures(group_store(), world_size).items():
                 error.add_note(f"rank {other} failed first, with {name}: {message}")
         except RuntimeError:
             error.add_note(STORE_LOST)
@@ -142,14 +190,17 @@ def explain_broken_connection(error: BaseException, rank: int, world_size: int) 
 def _publish(key: str, content: str) -> None:
     store = group_store()
     store.set(key, content)
-    store.add(_COUNT_KEY, 1)
+    store.add(COUNT_KEY, 1)
 
 
 def group_store() -> Any:
-    """Return the store of the process group."""
+    """Return the store of the process group, without the prefix of its keys."""
     group = dist.group.WORLD
     assert group is not None, "there is a process group where ranks can fail"
-    return group.get_group_store()
+    store = group.get_group_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def _lost_key(rank: int) -> str:

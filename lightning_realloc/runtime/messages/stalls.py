@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import FrameType
+
+WAITING_PACKAGES = ("lightning_realloc.runtime.messages", "lightning_realloc.runtime.transfer")
+"""Packages of ours whose code blocks only to wait for other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +74,12 @@ def confirm_stall(
 
 
 def is_certain(states: Mapping[int, RankState | None]) -> bool:
-    """Return whether a stall cannot be a slow start: no rank that answers is in the first call of a name.
+    """Return whether a stall cannot be a slow start: no rank that answers is in the first call of a name, or one ended.
 
     A silent rank may be loading, too: code that holds Python's lock for seconds keeps its thread from answering.
     """
-    return all(state is None or state.usual_s for state in states.values())
+    known = [state for state in states.values() if state is not None]
+    return any(state.has_ended for state in known) or all(state.usual_s for state in known)
 
 
 def _whereabouts(state: RankState | None) -> tuple[str, int] | None:
@@ -89,3 +96,50 @@ def in_activity(state: RankState | None) -> str:
     if state is None:
         return ""
     return f" in {state.activity}" + (f", at last in {state.place}" if state.place else "")
+
+
+# ---- lines of code
+def handles_error(frame: FrameType | None) -> bool:
+    """Return whether a thread runs Lightning's hooks after an error."""
+    hooks = ("lightning.pytorch.trainer.call", "_interrupt")
+    while frame is not None and (module_of(frame), frame.f_code.co_name) != hooks:
+        frame = frame.f_back
+    return frame is not None
+
+
+def is_in_torch_distributed(frame: FrameType | None) -> bool:
+    """Return whether torch's innermost frames of a thread belong to its collectives."""
+    while frame is not None and module_of(frame).partition(".")[0] == "torch":
+        if module_of(frame).startswith("torch.distributed"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def module_of(frame: FrameType) -> str:
+    """Return the name of the module whose code a frame runs."""
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def place_of(frame: FrameType | None) -> str:
+    """Return the innermost line outside of torch and the standard library."""
+    inner = frame
+    while frame is not None and _is_library(frame):
+        frame = frame.f_back
+    frame = frame or inner
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def checksum_of(frame: FrameType | None) -> int:
+    """Return a checksum of a thread's lines of code, without those that wait: it stays the same while they do."""
+    lines = []
+    while frame is not None:
+        if not _is_library(frame) and not module_of(frame).startswith(WAITING_PACKAGES):
+            lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        frame = frame.f_back
+    return zlib.crc32("\n".join(lines).encode())
+
+
+def _is_library(frame: FrameType) -> bool:
+    root = module_of(frame).partition(".")[0]
+    return root in ("torch", "contextlib") or root in sys.stdlib_module_names

@@ -14,29 +14,40 @@ import os
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from lightning_realloc.errors import RankLost
-from lightning_realloc.runtime.messages.failure_store import STORE_LOST, group_store, is_broken_connection, publish_loss
+from lightning_realloc.runtime.messages.failure_store import (
+    COUNT_KEY,
+    STORE_LOST,
+    PeerFailures,
+    group_store,
+    is_broken_connection,
+    publish_loss,
+)
 from lightning_realloc.runtime.messages.flight_record import Activity, FlightRecord
 from lightning_realloc.runtime.messages.kept_states import keep_state
 from lightning_realloc.runtime.messages.plain_data import decode_value, encode_value
 from lightning_realloc.runtime.messages.stalls import (
+    WAITING_PACKAGES,
     RankState,
+    checksum_of,
     confirm_stall,
     describe_stall,
+    handles_error,
     in_activity,
     is_certain,
+    is_in_torch_distributed,
+    module_of,
+    place_of,
 )
 
 log = logging.getLogger(__name__)
@@ -57,8 +68,6 @@ ANSWER_S = 5.0
 """Seconds that a rank waits for the states of others. They answer within `POLL_S` unless their process is stopped."""
 
 _ASKED = "watchdog/asked"
-_WAITING_PACKAGES = ("lightning_realloc.runtime.messages", "lightning_realloc.runtime.transfer")
-"""Packages of ours whose code blocks only to wait for other ranks."""
 
 
 class _StoreSilentError(Exception):
@@ -106,6 +115,7 @@ class Watchdog:
         """Number of the latest question that this rank answered."""
         self._published = ""
         """Activities that this rank published last."""
+        self._peers = PeerFailures(rank, world_size)
         self._host_state: RankState | None = None
         """Latest known state of rank 0, which mostly hosts the store and takes it along when it is lost."""
         self.store_is_lost = False
@@ -116,6 +126,7 @@ class Watchdog:
         self.record.start_run()
         self._watched = threading.get_ident()
         self._store, self._host_state, self.store_is_lost = None, None, False  # of an earlier process group
+        self._peers = PeerFailures(self._rank, self._world_size)
         self._stopped.clear()
         with suppress(_StoreSilentError):  # the thread tries again, and reports it when this rank is late
             self._reach_store(lambda: None)
@@ -168,6 +179,18 @@ class Watchdog:
                 self._report(late)
             with suppress(_StoreSilentError):
                 self._reach_store(self._answer)
+            if self._peers.have_failed:
+                self._report_failure()
+
+    def _report_failure(self) -> None:
+        """Log the error of a rank that has failed and lives on, for which this one waits, and end as after a stall."""
+        own = self._state(0)
+        if handles_error(sys._current_frames().get(self._watched)):  # hooks after an error may save together
+            return
+        if (message := self._peers.describe_vain_wait(own, time.monotonic())) is not None:
+            log.error("%s", message)
+            if self._action == "end":
+                self._end([self._rank])
 
     def _late_activity(self) -> Activity | None:
         """Return the current call if it takes too long."""
@@ -253,7 +276,8 @@ class Watchdog:
         self._store = _connect()
         self._answered = self._store.add(_ASKED, 0)
         self._publish(self._state(self._answered, looks_at_code=False))
-        self._store.compare_set(_key(0), "", "")  # `_answer` reads this key, for which a store would wait
+        self._store.compare_set(_key(0), "", "")  # `_answer` reads these keys, for which a store would wait
+        self._store.add(COUNT_KEY, 0)
 
     def _ask(self) -> dict[int, RankState | None]:
         """Return the state of every rank; None for one that does not answer in time."""
@@ -280,8 +304,9 @@ class Watchdog:
         A rank that works when it is asked also writes its flight record. The store serves all ranks every second, so it
         is read in one round trip.
         """
-        question, host = self._store.multi_get([_ASKED, _key(0)])
+        question, host, failures = self._store.multi_get([_ASKED, _key(0), COUNT_KEY])
         asked, self._host_state = int(question), _decoded(host)
+        self._peers.read(self._store, int(failures))
         is_asked = asked > self._answered
         state = self._state(asked, looks_at_code=is_asked)
         if is_asked or state.activity != self._published:
@@ -298,9 +323,9 @@ class Watchdog:
         """Return whether the watched thread, or one of autograd's, waits in torch's collectives or our transfers."""
         frames = dict(sys._current_frames())
         watched = frames.pop(self._watched, None)
-        if watched is not None and _module(watched).startswith(_WAITING_PACKAGES):
+        if watched is not None and module_of(watched).startswith(WAITING_PACKAGES):
             return True
-        return any(map(_is_in_torch_distributed, filter(None, (watched, *frames.values()))))
+        return any(map(is_in_torch_distributed, filter(None, (watched, *frames.values()))))
 
     def _state(self, question: int, *, looks_at_code: bool = True) -> RankState:
         """Return this rank's state; without a look at the code, it has no place, and no wait in a collective.
@@ -316,8 +341,8 @@ class Watchdog:
             activity=", ".join(activity.name for activity in current),
             seconds=current[0].elapsed(time.monotonic()),
             usual_s=self.record.longest_s(current[0].name),
-            place=_place(frame),
-            stack=_checksum(frame),
+            place=place_of(frame),
+            stack=checksum_of(frame),
             waits_for=waits_for,
             answers=question,
         )
@@ -338,8 +363,6 @@ def write_flight_record(record: FlightRecord, folder: Path, rank: int) -> Path:
 def _connect() -> Any:
     """Return a connection of its own to the process group's store: calls of a shared one wait for each other."""
     store = group_store()
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
     if not isinstance(store, TCPStore):
         return store
     return TCPStore(
@@ -355,40 +378,3 @@ def _decoded(content: bytes) -> RankState | None:
     """Return a published state; None for the empty one of a rank that has published none yet."""
     state: RankState | None = decode_value(content) if content else None
     return state
-
-
-def _is_in_torch_distributed(frame: FrameType | None) -> bool:
-    """Return whether torch's innermost frames of a thread belong to its collectives."""
-    while frame is not None and _module(frame).partition(".")[0] == "torch":
-        if _module(frame).startswith("torch.distributed"):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
-
-
-def _place(frame: FrameType | None) -> str:
-    """Return the innermost line outside of torch and the standard library."""
-    inner = frame
-    while frame is not None and _is_library(frame):
-        frame = frame.f_back
-    frame = frame or inner
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-
-
-def _checksum(frame: FrameType | None) -> int:
-    """Return a checksum of a thread's lines of code, without those that wait: it stays the same while they do."""
-    lines = []
-    while frame is not None:
-        if not _is_library(frame) and not _module(frame).startswith(_WAITING_PACKAGES):
-            lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-        frame = frame.f_back
-    return zlib.crc32("\n".join(lines).encode())
-
-
-def _is_library(frame: FrameType) -> bool:
-    root = _module(frame).partition(".")[0]
-    return root in ("torch", "contextlib") or root in sys.stdlib_module_names

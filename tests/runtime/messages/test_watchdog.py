@@ -204,3 +204,33 @@ def test_the_lost_store_of_an_earlier_process_group_does_not_end_the_next_run(
     asking.join(10)
     watching.stop()
     assert not asking.is_alive() and not watching.store_is_lost
+
+
+def test_a_rank_that_waits_for_one_that_failed_reports_its_error_and_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    ended: list[object] = []
+    store, record = dist.HashStore(), FlightRecord()
+    monkeypatch.setattr(failure_store, "PEER_FAILURE_S", 0.2)
+    monkeypatch.setattr(failure_store, "group_store", lambda: store)
+    monkeypatch.setattr(watchdog, "POLL_S", 0.02)
+    monkeypatch.setattr(watchdog, "_connect", lambda: store)
+    monkeypatch.setattr("os._exit", ended.append)
+    monkeypatch.setattr("logging.shutdown", lambda: None)
+    watching = Watchdog(record, rank=0, world_size=2, timeout_s=600, action="end", folder=tmp_path)
+    watching.start()
+    failure_store.publish_failure(1, ValueError("a callback's bug"))
+    with record.during("the first call"):  # it works: it may still finish
+        time.sleep(0.5)
+    assert not ended
+    with record.during("actor.train", waits_for=()):
+        began = time.monotonic()
+        while not ended and time.monotonic() - began < 20:
+            time.sleep(0.02)
+    watching.stop()
+    assert ended == [watchdog.STALL_EXIT_CODE]
+    assert "rank 1 failed with ValueError: a callback's bug; rank 0 waits for it in vain in actor.train" in caplog.text
+
+
+def test_a_stall_after_a_rank_has_ended_is_certain() -> None:
+    assert is_certain({0: replace(WAITING, usual_s=0.0), 1: replace(WORKING, has_ended=True)})
