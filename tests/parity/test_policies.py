@@ -233,5 +233,5 @@ def test_distillation(divergence: Any, beta: float, monkeypatch: pytest.MonkeyPa
         sampling=SamplingParams(temperature=0.7),
     )  # fmt: skip
     module._head = TeacherHead(head)
-    loss = module.actor_loss(module, replace(batch, columns=columns), Totals(4, sum(LENGTHS))).value
+    loss = module.actor_loss(tiny_model("llama"), replace(batch, columns=columns), Totals(4, sum(LENGTHS))).value
     assert_equal(loss, expected, ours, theirs)
