@@ -82,7 +82,7 @@ def test_any_number_of_micro_batches_and_tiles_of_logits_equal_one_process(
 @few_and_more(
     [
         Case("llama", "pp2.fsdp2", token_classifier=True, checkpointing=True, num_micro_batches=4),
-        Case("qwen3", "pp2.tp2", lora_modules=("q_proj", "v_proj", "down_proj")),
+        Case("qwen2", "pp2.tp2", TIED, lora_modules=("q_proj", "v_proj", "down_proj")),
     ],
     [
         Case("qwen2", "pp2.tp2", token_classifier=True),
