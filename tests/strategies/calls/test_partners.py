@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_realloc import GRPO, ActorAverage, OnPolicyDistillation, Role
 from lightning_realloc.algorithms.base.generation_options import GenerationOptions
 from lightning_realloc.algorithms.rollout.partner_roles import PartnerSource
+from lightning_realloc.batch.json_column import json_values
 from lightning_realloc.environments import StepResult
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Conversation, SamplingParams
@@ -254,3 +255,17 @@ def test_a_run_that_resumes_with_another_kind_of_partner_warns(tmp_path: Path) -
         trainer.save_checkpoint(tmp_path / "run.ckpt")
     said = [str(warning.message) for warning in caught if "was saved" in str(warning.message)]
     assert len(said) == 1 and "run.ckpt was saved with partner_other=a module, which this run lacks" in said[0]
+
+
+@pytest.mark.parametrize("partner", ["actor", "frozen"])
+def test_test_and_predict_talk_to_partners(partner: str) -> None:
+    module = GRPO(
+        chat_model(), tokenizer=chat_tokenizer(), environment=Talking, conversation=Conversation(max_turns=3),
+        partners={"other": chat_model(2) if partner == "frozen" else partner},
+        evaluation_sampling=SamplingParams(max_new_tokens=40),
+    )  # fmt: skip
+    trainer = runs.trainer(runs.ReallocStrategy("static"), 1)
+    (tested,) = trainer.test(module, Games(), verbose=False)
+    assert tested["test/turns"] > 1.5 and tested["test/stopped/failure"] == 0.0
+    talks = json_values(trainer.predict(module, Games())[0]["record/conversation"])
+    assert any(message["role"] == "user" for talk in talks for message in talk["messages"][1:])
