@@ -16,10 +16,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -30,14 +29,13 @@ from lightning_realloc.runtime.forward.packed_attention import packed_attention,
 from lightning_realloc.runtime.forward.token_group import token_group
 from lightning_realloc.runtime.messages.objects import broadcast_object
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
+from lightning_realloc.runtime.parallel.neighbour import Neighbour
 from lightning_realloc.runtime.parallel.shards import local_tensor
 from lightning_realloc.runtime.parallel.stage import get_stage_io
 
 Result = TypeVar("Result")
 LossStep = Callable[[nn.Module, int], Tensor]
 """Returns the loss of a micro-batch, given the model and the micro-batch's number. Called on the last stage only."""
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class PipelineStage:
@@ -57,10 +55,10 @@ class PipelineStage:
         self.io = get_stage_io(model)
         ranks = layout.group(meshes.rank, *layout.stage_axes)
         self.index, self.count = ranks.index(meshes.rank), len(ranks)
-        self.before = _Neighbour(ranks[self.index - 1] if self.index else None, group, meshes.device_type)
-        self.after = _Neighbour(None if self.is_last else ranks[self.index + 1], group, meshes.device_type)
+        self.before = Neighbour(ranks[self.index - 1] if self.index else None, group, meshes.device_type)
+        self.after = Neighbour(None if self.is_last else ranks[self.index + 1], group, meshes.device_type)
         self._model_layout = model_layout
-        self._other_end = _Neighbour(ranks[0] if self.is_last else ranks[-1], group, meshes.device_type)
+        self._other_end = Neighbour(ranks[0] if self.is_last else ranks[-1], group, meshes.device_type)
         self._group, self._last_rank = group, ranks[-1]
 
     @property
@@ -223,50 +221,3 @@ class _OneForwardOneBackward:
             # No hook gathers the root's own weights for a backward pass that starts inside the model. So they stay
             # gathered until the last one. Blocks free theirs after every use.
             model.set_reshard_after_backward(is_last, recurse=False)
-
-
-class _Neighbour:
-    """The rank of another stage. Without a rank, exchanges do nothing.
-
-    Every exchange waits until it is done. Neighbours make matching exchanges in this schedule, so none waits forever.
-    One exchange launches its send and receive together, as NCCL requires of a pair of ranks.
-    """
-
-    def __init__(self, rank: int | None, group: dist.ProcessGroup, device_type: str) -> None:
-        self._rank = rank
-        self._group = group
-        self._device = torch.device(device_type)
-        is_gloo = dist.get_backend(group) == "gloo"
-        self._wire_device = torch.device("cpu") if is_gloo else self._device  # gloo sends from host memory only
-        self.dtype: torch.dtype | None = None
-        """Dtype of all messages of the run; None before the first message, which sends it."""
-
-    def exchange(self, outgoing: Tensor | None, shape: tuple[int, ...] | None) -> Tensor | None:
-        """Send ``outgoing`` and return a received tensor of ``shape``. None means no message in that direction."""
-        if self._rank is None or (outgoing is None and shape is None):
-            return None
-        if self.dtype is None:
-            self.dtype = self._agree_on_dtype(outgoing)
-        incoming = None
-        operations = []
-        if outgoing is not None:
-            sent = outgoing.to(self._wire_device).contiguous()
-            operations.append(dist.P2POp(dist.isend, sent, self._rank, self._group))
-        if shape is not None:
-            incoming = torch.empty(shape, dtype=self.dtype, device=self._wire_device)
-            operations.append(dist.P2POp(dist.irecv, incoming, self._rank, self._group))
-        self._run(operations)
-        return None if incoming is None else incoming.to(self._device)
-
-    def _agree_on_dtype(self, outgoing: Tensor | None) -> torch.dtype:
-        code = torch.zeros(1, dtype=torch.int64, device=self._wire_device)
-        if outgoing is not None:
-            code.fill_(_DTYPES.index(outgoing.dtype))
-        operation = dist.irecv if outgoing is None else dist.isend
-        self._run([dist.P2POp(operation, code, cast(int, self._rank), self._group)])
-        return _DTYPES[int(code.item())]
-
-    @staticmethod
-    def _run(operations: list[dist.P2POp]) -> None:
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
