@@ -240,8 +240,8 @@ class ExecutionPlan:
 
         Raises:
             PlanError: for a call without a layout, a layout without a call, a rank beyond ``world_size``, an unused
-                rank, an option that does not apply to its call, a generating call with ``pp > 1`` or ``cp > 1``,
-                or with partners and ``fsdp > 1``, or an entry of ``offload`` that cannot be offloaded.
+                rank, an option that does not apply to its call, a generating call with ``cp > 1``, or with partners
+                and ``pp > 1`` or ``fsdp > 1``, or an entry of ``offload`` that cannot be offloaded.
         """
         wanted = {call.name for call in dataflow.model_calls}
         given = {name for name, _ in self.calls}
@@ -268,7 +268,12 @@ class ExecutionPlan:
             if axis is not None and call.kind == "generate":
                 raise PlanError(
                     f"calls.{name}: layout {plan.layout} has {axis}={plan.layout.count(axis)}, and generation runs one "
-                    f"token of a row at a time; train and infer with {axis}, generate with tp, dp or fsdp"
+                    f"token of a row at a time; train and infer with {axis}, generate with tp, dp, fsdp or pp"
+                )
+            if plan.layout.dims.pp > 1 and call.partners:
+                raise PlanError(
+                    f"calls.{name}: environments talk to models on ranks that hold all layers, and layout "
+                    f"{plan.layout} has pp={plan.layout.dims.pp}; give it a layout with pp=1"
                 )
             if plan.layout.is_sharded and call.partners:
                 raise PlanError(

@@ -239,7 +239,7 @@ class Layout:
     @property
     def axis_without_generation(self) -> str | None:
         """First axis of several ranks along which no call can generate; None if there is none."""
-        return next((axis for axis in (*self.stage_axes, *self.token_axes) if self.count(axis) > 1), None)
+        return next((axis for axis in self.token_axes if self.count(axis) > 1), None)
 
     @property
     def data_parallel_size(self) -> int:

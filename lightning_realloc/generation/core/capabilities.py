@@ -13,7 +13,7 @@ of its own."""
 
 Capability = Literal[
     "batch_invariant", "budget", "cache_bound", "captures", "drafts", "environment", "extra_inputs", "keeps_cache",
-    "moves", "partners", "same_logprobs", "sharded", "stream", "vllm",
+    "moves", "partners", "same_logprobs", "sharded", "stages", "stream", "vllm",
 ]  # fmt: skip
 
 _MEANINGS: Mapping[Capability, str] = {
@@ -29,6 +29,7 @@ _MEANINGS: Mapping[Capability, str] = {
     "partners": "lets environments talk to models",
     "same_logprobs": "computes log-probabilities as training does",
     "sharded": "runs where all ranks gather a model's blocks together",
+    "stages": "runs a model in pipeline stages",
     "stream": "reports tokens while it generates",
     "vllm": "runs vLLM",
 }

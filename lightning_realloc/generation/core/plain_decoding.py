@@ -46,6 +46,10 @@ class Decoding:
     adapts = False
     """Whether measured seconds decide how many tokens a step reads."""
 
+    def for_other_samples(self) -> Decoding:
+        """Return decoding in the same way for samples whose steps are under way at the same time."""
+        return self
+
     def begin(self, samples: Sequence[Sample], params: SamplingParams, num_slots: int) -> DrawRule | None:
         """Start a generation of these samples, and return the rule that verifies drafts; None: there are none."""
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -122,15 +122,15 @@ class ModelRunner(StepExecutor):
         # Indices copy the rows. A slice after prompts has gaps, for which `linear` would copy the vocabulary's weights.
         # Keeping 0 tokens would mean all of them, so without rows the last token is kept and dropped.
         kept = torch.arange(num_prefill, len(tokens), device=self._device) if num_prefill and num_row_tokens else None
-        logits = run_packed(
-            self._model,
-            ids,
-            places,
-            step,
-            kept=max(1, num_row_tokens) if kept is None else kept,
-            extras=self._extras(prefills),
-        )
+        kept_tokens = max(1, num_row_tokens) if kept is None else kept
+        logits = self._run(ids, places, step, kept_tokens, self._extras(prefills))
         return logits[len(logits) - num_row_tokens :]
+
+    def _run(
+        self, ids: Tensor, positions: Tensor, step: PackedStep, kept: int | Tensor, extras: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Run the model on a packed row, as `run_packed`."""
+        return run_packed(self._model, ids, positions, step, kept=kept, extras=extras)
 
     def _extras(self, prefills: Sequence[PrefillChunk]) -> dict[str, Tensor]:
         """Return the model's further inputs, those of all prompts concatenated."""

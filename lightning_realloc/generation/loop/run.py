@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from numbers import Real
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.core.params import SamplingParams, check_kind
@@ -24,7 +24,7 @@ from lightning_realloc.generation.core.step import Emitted, ForwardStep, Prefill
 from lightning_realloc.generation.schedule.slot_plan import Admission, Move, Prompt, Step, Swap
 
 if TYPE_CHECKING:
-    from lightning_realloc.generation.loop.environment import Conversations
+    from lightning_realloc.generation.loop.environment import Answer
     from lightning_realloc.generation.schedule.scheduler import Scheduler
 
 DIVERGED = "the weights have diverged or overflow their dtype: lower the learning rate, or use bfloat16 for float16"
@@ -90,14 +90,39 @@ class Budget:
         self._clock = clock
         self._may_stop = may_stop
         self._end = None if seconds is None else clock() + seconds
+        self._num_spent = 0
+
+    def spend(self, num_tokens: int) -> None:
+        """Count tokens of the model."""
+        self._num_spent += num_tokens
 
     def seconds_left(self) -> float:
         """Return the remaining seconds; infinity without a bound."""
         return math.inf if self._end is None or not self._may_stop() else self._end - self._clock()
 
-    def is_spent(self, num_tokens: int) -> bool:
-        """Return whether ``num_tokens``, or the seconds so far, use the budget up."""
-        return (num_tokens >= self._tokens and self._may_stop()) or self.seconds_left() <= 0
+    def is_spent(self) -> bool:
+        """Return whether the tokens or the seconds so far use the budget up."""
+        return (self._num_spent >= self._tokens and self._may_stop()) or self.seconds_left() <= 0
+
+
+class TurnQuestions(Protocol):
+    """Questions to an environment about turns that have ended; `Conversations` documents the members."""
+
+    @property
+    def waiting(self) -> bool: ...
+
+    @property
+    def asked(self) -> Collection[int]: ...
+
+    def ask(self, index: int, sample: Sample) -> bool: ...
+
+    def answers(self) -> list[Answer]: ...
+
+    def mark_idle(self, is_idle: bool) -> None: ...
+
+    def wait(self, most_s: float) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class GenerationRun:
@@ -121,7 +146,7 @@ class GenerationRun:
         params: SamplingParams,
         stop: StopRule,
         decoding: Decoding,
-        conversations: Conversations | None,
+        conversations: TurnQuestions | None,
         budget: Budget,
         *,
         max_pause_s: float,
@@ -190,8 +215,13 @@ class GenerationRun:
         self.submit_step()
         self.collect_step()
 
-    def submit_step(self) -> None:
-        """Submit the next step; if all samples wait for their environment, wait for it instead."""
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a step was submitted and is not collected."""
+        return self._in_flight is not None
+
+    def submit_step(self, *, may_wait: bool = True) -> None:
+        """Submit the next step. If all samples wait for their environment, wait for it instead, if that is allowed."""
         if self.conversations is not None:
             self._take_answers(self.conversations)
         self.scheduler.batch_prefills(is_worthwhile=self.executor.replays_steps)
@@ -202,7 +232,7 @@ class GenerationRun:
         if prefills or running or not self._max_pause_s:
             self.executor.submit(self._make_step(prefills, running))
             self._in_flight = running, bool(prefills)
-        elif self.conversations is not None and self.conversations.waiting:
+        elif may_wait and self.conversations is not None and self.conversations.waiting:
             self.conversations.wait(min(self._budget.seconds_left(), self._max_pause_s))
 
     def collect_step(self) -> None:
@@ -216,7 +246,7 @@ class GenerationRun:
                 self.decoding.verified(emitted)
                 self._take_tokens(emitted, running)
                 self.decoding.end_step(is_typical=not has_prefills and self.executor.was_usual)
-        if self._budget.is_spent(self._counts["generated_tokens"]):
+        if self._budget.is_spent():
             self._stop_all()
 
     # ---- before the forward
@@ -288,6 +318,7 @@ class GenerationRun:
             if sample.finish_reason is not None:
                 self._end_turn(slot, sample)
         self._counts["generated_tokens"] += num_taken
+        self._budget.spend(num_taken)
 
     def _end_turn(self, slot: int, sample: Sample) -> None:
         """Ask the environment for an answer, or finish the response."""
@@ -318,7 +349,7 @@ class GenerationRun:
         """Ask the environment about a turn that has just ended; return whether there is one to ask."""
         return self.conversations is not None and self.conversations.ask(index, sample)
 
-    def _take_answers(self, conversations: Conversations) -> None:
+    def _take_answers(self, conversations: TurnQuestions) -> None:
         """Let answered samples read on; finish those that the environment ended or failed."""
         for answer in conversations.answers():
             sample = self.samples[answer.index]

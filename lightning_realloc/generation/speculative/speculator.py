@@ -46,7 +46,7 @@ class Speculator(Decoding):
         """Values of `GenerationStats` by field."""
         self.max_ahead = speculation.most_ahead
         self.adapts = speculation.num_draft_tokens is None
-        self._speculation = speculation
+        self._speculation, self._vocabulary = speculation, vocabulary
         self._controller = DepthController(speculation.max_draft_tokens)
         self._agree = agree
         self._clock = clock
@@ -65,6 +65,10 @@ class Speculator(Decoding):
         self._unrecorded: deque[MeasuredStep] = deque(maxlen=STEPS_PER_AGREEMENT)
         """Steps that the controller has not learnt from, the last ones if there are many. Recording many at once is
         cheaper: right after a forward the caches are full of weights, and the same code takes twice as long."""
+
+    def for_other_samples(self) -> Speculator:
+        drafter, agree, clock = self.drafter, self._agree, self._clock
+        return Speculator(self._speculation, drafter, agree=agree, clock=clock, vocabulary=self._vocabulary)
 
     def begin(self, samples: Sequence[Sample], params: SamplingParams, num_slots: int) -> DrawRule:
         """Start a generation of these samples, and return the rule that verifies drafts.

@@ -53,13 +53,14 @@ class PipelineStage:
             raise LayoutError(f"layout {layout} has pp=1, so the model is no pipeline stage; call it as it is")
         self.model = model
         self.io = get_stage_io(model)
-        ranks = layout.group(meshes.rank, *layout.stage_axes)
+        self.ranks = ranks = layout.group(meshes.rank, *layout.stage_axes)
+        """Ranks of the pipeline's stages, in their order."""
         self.index, self.count = ranks.index(meshes.rank), len(ranks)
         self.before = Neighbour(ranks[self.index - 1] if self.index else None, group, meshes.device_type)
         self.after = Neighbour(None if self.is_last else ranks[self.index + 1], group, meshes.device_type)
         self._model_layout = model_layout
         self._other_end = Neighbour(ranks[0] if self.is_last else ranks[-1], group, meshes.device_type)
-        self._group, self._last_rank = group, ranks[-1]
+        self._group = group
 
     @property
     def is_last(self) -> bool:
@@ -68,7 +69,7 @@ class PipelineStage:
 
     def from_last(self, value: Result) -> Result:
         """Return the last stage's value, plain data, on every stage. Collective over the pipeline."""
-        received: Result = broadcast_object(value, self._last_rank, self._group)
+        received: Result = broadcast_object(value, self.ranks[-1], self._group)
         return received
 
     def begin(self) -> None:
@@ -99,11 +100,16 @@ class PipelineStage:
         """Run a micro-batch through a stage before the last; return the (1, N, D) hidden states after its blocks."""
         with self.io.open(batch.input_ids, received), packed_attention(self.model, batch) as inputs:
             self.model(**inputs)
+        return self.take_output(batch.num_tokens)
+
+    def take_output(self, num_tokens: int) -> Tensor:
+        """Return the (1, N, D) hidden states after this stage's blocks, of the forward pass that has just ended."""
         output, self.io.output = self.io.output, None
-        if output is None or output.shape != self.shape(batch):
+        wanted = (1, num_tokens, self.io.width)
+        if output is None or output.shape != wanted:
             shape = None if output is None else tuple(output.shape)
             raise LayoutError(
-                f"the blocks of {type(self.model).__name__} must return hidden states of shape {self.shape(batch)} "
+                f"the blocks of {type(self.model).__name__} must return hidden states of shape {wanted} "
                 f"to be divided into stages, and gave {shape}; use pp=1"
             )
         return output

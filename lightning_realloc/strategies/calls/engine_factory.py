@@ -15,6 +15,7 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Engine, HFEngine
 from lightning_realloc.generation.core.capabilities import CAPABILITIES, require_capability
 from lightning_realloc.generation.loop.environment import Agree
+from lightning_realloc.layout import Layout
 from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.lockstep import Lockstep
 from lightning_realloc.strategies.calls.weight_updates import WeightUpdates
@@ -24,6 +25,7 @@ from lightning_realloc.strategies.pool.replica import Replica
 if TYPE_CHECKING:
     from lightning_realloc.generation.rebalance.peers import Peers
     from lightning_realloc.generation.speculative.drafter import Drafter
+    from lightning_realloc.generation.staged.staged_engine import StagedEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,8 @@ class ReplicaEngine:
     """Moves samples between the peers; None if samples stay."""
     updates: WeightUpdates | None = None
     """Newer weights while it generates; None if weights change between calls only."""
+    stages: StagedEngine | None = None
+    """The engine, if the replica is a pipeline's stage on this rank."""
 
     @property
     def seconds_waited(self) -> float:
@@ -127,7 +131,8 @@ class EngineFactory(ABC):
         """End all processes of engines; a later call starts them again."""
 
     def _check(self, call: ModelFunctionCall, replica: Replica) -> None:
-        """Refuse options that cannot be followed where ranks gather a model's blocks together in every step."""
+        """Refuse options that cannot be followed where a rank does not hold all layers at once."""
+        self._check_stages(call, replica)
         speculation, asked = self._algorithm.speculation, None
         if speculation is not None and speculation.drafter == "blocks":
             asked = "draft by its own first blocks"
@@ -140,6 +145,25 @@ class EngineFactory(ABC):
                 f"{call.name} runs in the layout {replica.layout}, whose blocks are gathered by all ranks together, "
                 f"and cannot {asked}; give it a layout with fsdp=1, or another engine or drafter"
             )
+
+    def _check_stages(self, call: ModelFunctionCall, replica: Replica) -> None:
+        """Refuse options that need all layers of a model on a rank, in a pipeline."""
+        if replica.layout.count(*Layout.stage_axes) == 1:
+            return
+        options, speculation = self._algorithm.generation_options, self._algorithm.speculation
+        asked = {
+            f"engine={self._algorithm.engine!r}": "stages" not in CAPABILITIES[self._algorithm.engine],
+            "batch_invariant=True": options.batch_invariant,
+            f"max_cache_bytes={options.max_cache_bytes}": options.max_cache_bytes is not None,
+            f"sample_reallocation={options.sample_reallocation!r}": bool(options.sample_reallocation),
+            "drafting by a model": speculation is not None and speculation.drafter in ("blocks", "model"),
+        }
+        for option, is_set in asked.items():
+            if is_set:
+                raise GenerationError(
+                    f"{call.name} runs in the layout {replica.layout}, whose ranks hold a stage each, and {option} "
+                    f"needs all layers on a rank; leave it out, or give {call.name} a layout with pp=1"
+                )
 
     def _updates(self, call: ModelFunctionCall, replica: Replica) -> WeightUpdates | None:
         """Return the source of newer weights in a generation; None if weights change between calls only."""

@@ -25,8 +25,11 @@ class GenerateCalls:
     def __init__(self, context: CallContext, engines: EnginePool, idle: IdleClock) -> None:
         self._context, self._engines, self._idle = context, engines, idle
 
-    def run(self, call: ModelFunctionCall, replica: Replica, data: IterationData) -> Samples:
-        """Return the samples that this rank generates; chunks of them are sent as soon as they are full."""
+    def run(self, call: ModelFunctionCall, replica: Replica, data: IterationData) -> Samples | None:
+        """Return the samples that this rank generates; chunks of them are sent as soon as they are full.
+
+        Stages of a pipeline before the last return None.
+        """
         prompts = data.inputs(call)
         if prompts is None:
             prompts = data.table(call).known.select([])
@@ -40,8 +43,10 @@ class GenerateCalls:
             reading = self._context.reading(call, replica, keeps_merged=self._engines.keeps_caches)
             with reading, engine.sharing(shared):
                 began_at = time.monotonic()
-                made: Samples | Divided = self._context.method_of(call)(engine, prompts)
+                made = self._generate(call, replica_engine, prompts)
                 seconds = time.monotonic() - began_at
+            if made is None:
+                return None
             self._engines.send_history(replica_engine, data.run, data.index(call))
             if (waits := engine.waits.waits()) is not None:
                 self._context.mailbox.record.add_environment_waits(waits)
@@ -66,6 +71,24 @@ class GenerateCalls:
             # deterministic runs free it. Longer held-out samples must not leave a larger one to training.
             if not self._engines.keeps_caches or not self._context.algorithm.trainer.training:
                 replica_engine.release()
+
+    def _generate(
+        self, call: ModelFunctionCall, generator: ReplicaEngine, prompts: Samples
+    ) -> Samples | Divided | None:
+        """Run the algorithm's method; a pipeline's stages before the last follow that one, and return None."""
+        stages, method = generator.stages, self._context.method_of(call)
+        if stages is not None and stages.is_follower:
+            if not stages.follow():
+                raise PeerFailure
+            return None
+        has_failed = True
+        try:
+            made: Samples | Divided = method(generator.engine, prompts)
+            has_failed = False
+        finally:
+            if stages is not None:
+                stages.leave(has_failed=has_failed)
+        return made
 
     def _record_metrics(self, call: str, replica: Replica, generator: ReplicaEngine, report: IterationReport) -> None:
         """Report the metrics of a call; of tensor-parallel ranks, which make the same samples, only the first does."""

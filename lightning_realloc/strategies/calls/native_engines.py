@@ -10,7 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_realloc.generation import GenerationEngine
+from lightning_realloc.layout import Layout
 from lightning_realloc.runtime.model.adapter_layers import adapter_config
+from lightning_realloc.runtime.parallel.pipeline import PipelineStage
+from lightning_realloc.runtime.parallel.stage_link import StageLink
 from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.engine_factory import EngineFactory, ReplicaEngine, agreement
 from lightning_realloc.strategies.calls.lockstep import Lockstep
@@ -33,6 +36,8 @@ class NativeEngines(EngineFactory):
     def _build(
         self, replica: Replica, peers: tuple[int, ...], max_slots: int, updates: WeightUpdates | None
     ) -> ReplicaEngine:
+        if replica.layout.count(*Layout.stage_axes) > 1:
+            return self._build_staged(replica, peers, max_slots)
         context, algorithm, options = self._context, self._algorithm, self._algorithm.generation_options
         lockstep = self._lockstep(replica)
         drafter = self._drafter(replica)
@@ -64,6 +69,31 @@ class NativeEngines(EngineFactory):
             drafter=drafter,
             moves=moves,
             updates=updates,
+        )
+
+    def _build_staged(self, replica: Replica, peers: tuple[int, ...], max_slots: int) -> ReplicaEngine:
+        """Return the engine of a pipeline's stage."""
+        from lightning_realloc.generation.staged.staged_engine import StagedEngine
+
+        context, algorithm, lockstep = self._context, self._algorithm, self._lockstep(replica)
+        mailbox, meshes = context.mailbox, context.pool.meshes
+        assert mailbox.group is not None, "a pipeline has several ranks"
+        stage = PipelineStage(replica.model, replica.model_layout, meshes)
+        drafter = self._drafter(replica) if stage.is_last else None
+        if drafter is not None:
+            drafter.has_listeners = bool(peers)
+        engine = StagedEngine(
+            replica.model,
+            StageLink(stage, mailbox.group, mailbox.record),
+            tokenizer=algorithm.tokenizer,
+            max_slots=max_slots,
+            lockstep=lockstep,
+            speculation=algorithm.speculation if stage.is_last else None,
+            drafter=drafter,
+            agree=agreement(meshes.tensor_group(replica.layout), context.device),
+        )
+        return ReplicaEngine(
+            replica=replica, engine=engine, peers=peers, lockstep=lockstep, drafter=drafter, stages=engine
         )
 
     def _build_plain(self, replica: Replica, max_slots: int) -> GenerationEngine:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from lightning_realloc.algorithms.base.generation_options import GenerationOptions
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
-from lightning_realloc.errors import PlanError
+from lightning_realloc.errors import GenerationError, PlanError
+from lightning_realloc.layout import Layout
+from lightning_realloc.strategies.calls.native_engines import NativeEngines
 from tests.matrices import matrix
 from tests.strategies import runs
 from tests.strategies.runs import Batches, calls
@@ -24,25 +30,41 @@ def test_sft_gives_the_same_results_through_stages(workers: WorkerPool, layout: 
     assert_same(four, one)
 
 
-@pytest.mark.parametrize("number", matrix([0, 1, 2], 0))
-def test_grpo_trains_through_stages_and_generates_without_them(workers: WorkerPool, number: int) -> None:
+@pytest.mark.parametrize("number", matrix([0, 1, 2, 3], 3))
+def test_grpo_trains_and_generates_through_stages(workers: WorkerPool, number: int) -> None:
     batches = Batches(2)
     settings = {"train_options": runs.options(num_minibatches=2, micro_batch_tokens=18)}
     (one,) = on_ranks(workers, run_grpo, ["heuristic"], settings, batches, 1)
     plans = [
         calls(actor_train="pp2.cp2", actor_generate="dp2.tp2", reference_infer="cp2@1,3"),
         calls(actor_train="pp2.fsdp2", actor_generate="dp2.tp2", reference_infer="pp2@1,3"),
-        calls(actor_train="pp2.tp2", actor_generate="dp4", reference_infer="pp2.fsdp2"),
+        calls(actor_train="pp2.tp2", actor_generate="pp2.fsdp2", reference_infer="pp2.fsdp2"),
+        calls(actor_train="fsdp4", actor_generate="pp2.dp2@3,1,0,2", reference_infer="pp2@1,3"),
     ]
     (outcome,) = on_ranks(workers, run_grpo, plans[number : number + 1], settings, batches, 4)
     assert_same(outcome, one, weights=2e-5)
 
 
-@pytest.mark.parametrize("axis", ["pp", "cp"])
-def test_generation_in_a_pipeline_or_on_parts_of_rows_is_refused(axis: str) -> None:
-    layouts = {"actor_train": f"{axis}2.tp2", "actor_generate": f"{axis}2@0-1", "reference_infer": f"{axis}2@2-3"}
-    plan = ExecutionPlan.from_mapping(calls(**layouts))
+def test_generation_on_parts_of_rows_is_refused() -> None:
+    plan = ExecutionPlan.from_mapping(calls(actor_train="cp2.tp2", actor_generate="cp2@0-1", reference_infer="cp2@2-3"))
 
-    refusal = rf"calls.actor.generate: layout {axis}2@0-1 has {axis}=2, .*train and infer with {axis}"
-    with pytest.raises(PlanError, match=refusal):
+    with pytest.raises(PlanError, match=r"calls.actor.generate: layout cp2@0-1 has cp=2, .*train and infer with cp"):
         plan.check(runs.grpo().dataflow, 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"generation": GenerationOptions(max_cache_bytes=10**6)}, "max_cache_bytes=1000000"),
+        ({"generation": GenerationOptions(sample_reallocation=True)}, "sample_reallocation=True"),
+        ({"engine": "hf"}, "engine='hf'"),
+    ],
+)
+def test_options_that_need_all_layers_on_a_rank_are_refused_by_name(settings: dict[str, Any], named: str) -> None:
+    module = runs.grpo(**settings)
+    call = next(call for call in module.dataflow.model_calls if call.kind == "generate")
+    replica: Any = SimpleNamespace(layout=Layout.parse("pp2.dp2"))
+    factory = NativeEngines(SimpleNamespace(algorithm=module))  # type: ignore[arg-type]
+
+    with pytest.raises(GenerationError, match=rf"pp2\.dp2@0-3, whose ranks hold a stage each, and {named} .*pp=1"):
+        factory._check_stages(call, replica)

@@ -1,0 +1,79 @@
+"""Commands of the last stage to the others, as plain data: slots that change, and the tokens of a forward.
+
+Draws stay on the last stage, so a command holds no more of a step than its forward reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+from lightning_realloc.generation.core.step import DecodeRow, ForwardStep, PrefillChunk
+
+
+class Opening(NamedTuple):
+    """Begins a generation."""
+
+    num_slots: int
+    """Slots of each group, to begin with."""
+    most_slots: int
+    """Most slots of a group, with those that samples keep while they wait."""
+    longest: int
+    """Most positions of a slot."""
+    num_steps: int
+    """Most tokens of a response."""
+
+
+class SlotChange(NamedTuple):
+    """One call of `StepExecutor.make_room`, ``copy``, ``move`` or ``swap``."""
+
+    name: str
+    arguments: tuple[Any, ...]
+
+
+class StageStep(NamedTuple):
+    """Changes of a group's slots, and the forward after them."""
+
+    group: int
+    changes: tuple[SlotChange, ...]
+    prefills: tuple[PrefillChunk, ...]
+    tokens: Sequence[int]
+    """Tokens of all rows, row after row."""
+    counts: Sequence[int]
+    """Number of tokens of each row."""
+    positions: Sequence[int]
+    """Position of the first token of each row."""
+
+    @classmethod
+    def of(cls, group: int, changes: Sequence[SlotChange], step: ForwardStep) -> StageStep:
+        """Return the command for a step."""
+        return cls(
+            group,
+            tuple(changes),
+            tuple(step.prefills),
+            [token for row in step.rows for token in row.tokens],
+            [len(row.tokens) for row in step.rows],
+            [row.position for row in step.rows],
+        )
+
+    @property
+    def rows(self) -> list[DecodeRow]:
+        """Rows of the forward, without what only draws need."""
+        bounds = pairwise(accumulate(self.counts, initial=0))
+        return [
+            DecodeRow(self.tokens[begin:end], position)
+            for (begin, end), position in zip(bounds, self.positions, strict=True)
+        ]
+
+
+class Closing(NamedTuple):
+    """Ends a generation; ``has_failed``: by an error, perhaps with steps under way."""
+
+    has_failed: bool
+
+
+class Leaving(NamedTuple):
+    """Ends the call, which may hold several generations; ``has_failed``: by an error of the last stage."""
+
+    has_failed: bool

@@ -1,0 +1,206 @@
+"""Generate from a model in pipeline stages, with as many groups of samples under way as there are stages.
+
+The last stage runs the loop of `GenerationEngine` for each group in turn. While it draws the tokens of one group, the
+stages before it run others. A group's tokens depend on its samples alone, so they equal those of any other layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_realloc.generation.base_engine import EngineCall
+from lightning_realloc.generation.cache.kv_cache import SlotCache
+from lightning_realloc.generation.core.model_config import check_supported
+from lightning_realloc.generation.engine import MAX_GROUP_PAUSE_S, GenerationEngine
+from lightning_realloc.generation.engine_parts import num_kept_slots
+from lightning_realloc.generation.forward.attention import check_idle, slot_attention
+from lightning_realloc.generation.forward.packed_linear import packed_linears
+from lightning_realloc.generation.loop.run import Budget, GenerationRun, GenerationStats
+from lightning_realloc.generation.schedule.scheduler import Scheduler
+from lightning_realloc.generation.schedule.slot_plan import Prompt
+from lightning_realloc.generation.staged.commands import Closing, Leaving, Opening, StageStep
+from lightning_realloc.generation.staged.group_conversations import GroupConversations, SharedConversations
+from lightning_realloc.generation.staged.groups import divide_prompts, own_samples
+from lightning_realloc.generation.staged.stage_runner import LastStageRunner, StageRunner
+from lightning_realloc.runtime.parallel.stage_link import StageLink
+
+
+class StagedEngine(GenerationEngine):
+    """Continuous batching over pipeline stages. The last stage generates; the others call `follow` meanwhile.
+
+    Args:
+        model: This rank's stage.
+        link: Connects the stages.
+        options: Of `GenerationEngine`, without ``cuda_graphs``, ``compile``, ``batch_invariant``, ``max_cache_bytes``,
+            ``peers`` and ``poll_weights``, which need a whole model. The groups share the drafter, which must know
+            samples by their ids, as ``"ngram"`` and ``"history"`` do.
+    """
+
+    def __init__(self, model: nn.Module, link: StageLink, **options: Any) -> None:
+        super().__init__(model, cuda_graphs=False, **options)
+        self._link = link
+        self._decodings = [self._decoding, *(self._decoding.for_other_samples() for _ in range(1, link.num_stages))]
+        """Decoding of each group."""
+        self._caches = [SlotCache() for _ in range(link.num_stages)]
+        """Keys and values of each group on this stage."""
+
+    @property
+    def is_follower(self) -> bool:
+        """Whether this rank follows the last stage, and generates nothing by itself."""
+        return not self._link.is_last
+
+    def release(self) -> None:
+        """Free the storage of caches; the next call allocates it again."""
+        super().release()
+        for cache in self._caches:
+            cache.release()
+
+    # ---- stages before the last
+    @torch.no_grad()
+    def follow(self) -> bool:
+        """Run this stage's part of all generations of a call; return False if the last stage failed.
+
+        Raises:
+            RankLost: if the last stage ended.
+        """
+        while isinstance(command := self._link.receive_command(), Opening):
+            self._follow_generation(command)
+        assert isinstance(command, Leaving), f"{command} is no command between two generations"
+        return not command.has_failed
+
+    def leave(self, *, has_failed: bool = False) -> None:
+        """Let the other stages end their `follow`, on the last stage, once after each call."""
+        self._link.command(Leaving(has_failed))
+        if not has_failed:
+            self._link.end()
+
+    def _follow_generation(self, opening: Opening) -> None:
+        self._link.begin()
+        runners = [
+            StageRunner(
+                self._model, cache, num_slots=opening.num_slots, longest=opening.longest,
+                most_slots=opening.most_slots, link=self._link, group=group,
+            )
+            for group, cache in enumerate(self._caches)
+        ]  # fmt: skip
+        with slot_attention(self._model), packed_linears(self._model, num_steps=opening.num_steps):
+            while isinstance(command := self._link.receive_command(), StageStep):
+                runners[command.group].follow(command)
+        assert isinstance(command, Closing), f"{command} is no command in a generation"
+        if not command.has_failed:  # else hidden states may be under way that nothing receives
+            self._link.end()
+        for runner in runners:
+            runner.end(has_failed=command.has_failed)
+
+    # ---- the last stage
+    def _complete(self, call: EngineCall) -> GenerationStats:
+        check_idle(self._model)
+        asked = call.requests
+
+        def may_end() -> bool:
+            call.notifier.follow(runs[0].ended)
+            return asked.may_stop is None or asked.may_stop()
+
+        budget = self._budget(asked.token_budget, asked.seconds_budget, may_end)
+        opening = self._opening(call)
+        check_supported(self._model, max_length=opening.longest)
+        runs = self._runs(call, budget, opening)
+        with self._commanding(opening), ExitStack() as session:
+            session.enter_context(slot_attention(self._model))
+            session.enter_context(packed_linears(self._model, num_steps=opening.num_steps))
+            for run in runs:
+                session.enter_context(run)
+            self._take_turns(runs, call)
+        return _added([run.stats() for run in runs])
+
+    @contextmanager
+    def _commanding(self, opening: Opening) -> Iterator[None]:
+        """Begin a generation on all stages, and end it."""
+        self._link.begin()
+        self._link.command(opening)
+        has_failed = True
+        try:
+            yield
+            has_failed = False
+        finally:
+            self._link.command(Closing(has_failed))
+
+    def _opening(self, call: EngineCall) -> Opening:
+        """Return the sizes of a generation, which all stages and groups have."""
+        samples, num_groups = call.samples, self._link.num_stages
+        num_own = max(1, -(-len(samples) // num_groups))
+        num_slots = min(-(-self._max_slots // num_groups), num_own)
+        num_kept = 0 if call.requests.environment is None else num_kept_slots(self._caches[0], num_slots, num_own)
+        num_steps = max((sample.max_new_tokens for sample in samples), default=0) if self._pack_weights else 0
+        return Opening(num_slots, num_slots + num_kept, max((s.max_length for s in samples), default=1), num_steps)
+
+    def _runs(self, call: EngineCall, budget: Budget, opening: Opening) -> list[GenerationRun]:
+        """Return a run for each group, with nothing admitted yet."""
+        asked, num_groups = call.requests, self._link.num_stages
+        conversations = self._conversations(asked.environment, asked.conversation)
+        shared = None if conversations is None else SharedConversations(conversations, num_groups=num_groups)
+        groups = divide_prompts(asked.queue(call.samples), num_groups)
+        runs = [self._run(call, budget, opening, prompts, group, shared) for group, prompts in enumerate(groups)]
+        for run in runs:
+            run.ended = runs[0].ended
+        return runs
+
+    def _run(
+        self, call: EngineCall, budget: Budget, opening: Opening, prompts: Sequence[Prompt], group: int,
+        shared: SharedConversations | None,
+    ) -> GenerationRun:  # fmt: skip
+        places, prompts = own_samples(prompts)
+        samples = [call.samples[place] for place in places]
+        waiting = [prompt for prompt in prompts if not call.stop.already_ends(samples[prompt.samples[0]])]
+        cache, decoding, most_tokens = self._caches[group], self._decodings[group], self._max_prefill_tokens
+        num_slots, num_kept = opening.num_slots, opening.most_slots - opening.num_slots
+        executor = LastStageRunner(
+            self._model, cache, num_slots=num_slots, longest=opening.longest, most_slots=opening.most_slots,
+            link=self._link, group=group,
+        )  # fmt: skip
+        max_pause_s = math.inf if self._agree is None else MAX_GROUP_PAUSE_S
+        return GenerationRun(
+            executor,
+            Scheduler(waiting, num_slots=num_slots, num_kept=num_kept, max_prefill_tokens=most_tokens),
+            samples,
+            call.params,
+            call.stop,
+            decoding,
+            None if shared is None else GroupConversations(shared, group, places),
+            budget,
+            max_pause_s=0.0 if self._lockstep is not None else max_pause_s,
+        )
+
+    def _take_turns(self, runs: Sequence[GenerationRun], call: EngineCall) -> None:
+        """Collect and submit each run's steps in turn, until all samples are finished.
+
+        A run waits for its environment only if no run had anything to submit since its last turn.
+        """
+        goes_on, num_idle = True, 0
+        while goes_on or any(run.is_in_flight for run in runs):
+            for run in runs:
+                run.collect_step()
+                call.notifier.follow(run.ended)
+                has_work = any(each.has_work for each in runs)
+                goes_on = goes_on and (self._lockstep(has_work) if self._lockstep is not None else has_work)
+                if goes_on and (run.has_work or self._lockstep is not None):
+                    run.submit_step(may_wait=num_idle >= len(runs))
+                elif run.conversations is not None:
+                    run.conversations.mark_idle(True)
+                num_idle = 0 if run.is_in_flight else num_idle + 1
+
+
+def _added(stats: Sequence[GenerationStats]) -> GenerationStats:
+    """Return the sums of the groups' counts."""
+    total: Counter[str] = Counter()
+    for each in stats:
+        total.update(asdict(each))
+    return GenerationStats(**total)
