@@ -245,7 +245,7 @@ class CallMemory:
             gathered=self._root + self._buffer(self._block),
             kv_cache=last,
             activations=self._hidden(verified),
-            logits=self._joined_logits(verified) + verified * shape.num_outputs * 4,
+            logits=self._joined_logits(verified) + verified * shape.num_outputs * 4 if self._has_head else 0,
         )
         moments = [
             *self._gathering(verified, kv_cache=last),
@@ -267,6 +267,7 @@ class CallMemory:
             target=shape,
             draft=None if engine.draft is None else engine.draft.model.shape,
             tp=self._tp,
+            num_layers=len(self.role.model.stage_blocks(self.sizes.dims.pp)[self.sizes.stage]),
             element_bytes=self.activation_bytes,
             slots=num_cache_slots(engine, running=division.slots, share=division.share),
             prompt_tokens=load.prompt_tokens,
@@ -279,8 +280,9 @@ class CallMemory:
         if self.is_wrapped:
             return 0  # FSDP frees weights between two uses
         return packed_bytes(
-            self.role, self.settings.engine, tp=self._tp, element_bytes=self.activation_bytes, num_steps=num_steps
-        )
+            self.role, self.settings.engine, tp=self._tp, element_bytes=self.activation_bytes, num_steps=num_steps,
+            stage=(self.sizes.stage, self.sizes.dims.pp),
+        )  # fmt: skip
 
     def _train(self) -> list[MemoryParts]:
         """Return the moments of a training call's last micro-batch, when the gradients of the others exist."""

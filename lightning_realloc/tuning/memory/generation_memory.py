@@ -9,7 +9,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from lightning_realloc.layout.dims import Share
+from lightning_realloc.layout.dims import Layout, ParallelDims, Share
+from lightning_realloc.layout.model import ModelLayout
 from lightning_realloc.layout.sharding import local_shard
 from lightning_realloc.limits import (
     BUFFER_SHARE,
@@ -37,6 +38,8 @@ class Cache:
     """Shape of a separate draft model, which every rank holds whole; None without one."""
     tp: int
     """Tensor-parallel degree, which divides the heads of ``target``."""
+    num_layers: int
+    """Layers of ``target`` on the rank: those of its pipeline stage."""
     element_bytes: int
     """Bytes of one element of a key or a value."""
     slots: int
@@ -52,9 +55,10 @@ class Cache:
 
     @property
     def position_bytes(self) -> int:
-        """Bytes of one token in all layers of both models."""
+        """Bytes of one token in all layers of both models on the rank."""
         drafted = 0 if self.draft is None else self.draft.kv_cache_elements(1)
-        return (self.target.kv_cache_elements(self.tp) + drafted) * self.element_bytes
+        own = self.target.kv_cache_elements(self.tp) * self.num_layers // self.target.num_layers
+        return (own + drafted) * self.element_bytes
 
     @property
     def layer_bytes(self) -> int:
@@ -134,17 +138,27 @@ def num_cache_slots(engine: EngineMemory, *, running: int, share: int) -> int:
     return share if engine.max_cache_bytes is not None else min(share, 2 * running)
 
 
-def packed_bytes(role: RoleMemory, engine: EngineMemory, *, tp: int, element_bytes: int, num_steps: int) -> int:
+def packed_bytes(
+    role: RoleMemory,
+    engine: EngineMemory,
+    *,
+    tp: int,
+    element_bytes: int,
+    num_steps: int,
+    stage: tuple[int, int] = (0, 1),
+) -> int:
     """Return the bytes of packed copies of linear layers, without those whose products are summed over ranks.
 
     Counts the first of ``tp`` ranks, which holds the most. A weight with two dims counts as a linear layer's, unless it
-    comes before the blocks. A tied head counts.
+    comes before the blocks. A tied head counts. ``stage`` is the rank's pipeline stage, and the number of stages.
     """
     if not engine.packs_weights or num_steps < MIN_PACKED_STEPS:
         return 0
     least = MIN_PACKED_FLOAT32_WEIGHTS if element_bytes == _FLOAT32 else 0
     sizes: Counter[str] = Counter()
-    for param in role.model.params:
+    index, pp = stage
+    laid_out = ModelLayout(role.model, Layout(ParallelDims(pp=pp), tuple(range(pp))))
+    for param in (param for param in role.model.params if pp == 1 or index in laid_out.stages(param.name)):
         is_linear = len(param.shape) == 2 and param.section != "input"
         cuts = tuple(cut for cut in param.cuts if not cut.is_gathered)
         if is_linear and (tp == 1 or all(cut.dim == 0 for cut in cuts)):

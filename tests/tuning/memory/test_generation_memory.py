@@ -109,6 +109,23 @@ def test_a_cache_for_samples_of_other_ranks_takes_almost_all_of_its_bound() -> N
     assert counted.final_bytes < 400_000 - page < filled.final_bytes <= 400_000
 
 
+def test_a_stage_holds_the_keys_values_and_packed_weights_of_its_own_layers() -> None:
+    whole = call_of(target(), EngineMemory())
+    layout = Layout.parse("pp2")
+    stages = [
+        replace(whole, plan=CallPlan(layout, max_slots=SLOTS), sizes=RoleElements(whole.role).on_rank(layout, rank))
+        for rank in range(2)
+    ]
+    caches = [stage.cache for stage in stages]
+    assert whole.cache is not None and caches[0] is not None and caches[1] is not None
+    assert caches[0].final_bytes == caches[1].final_bytes == whole.cache.final_bytes // 2
+    given = {"tp": 1, "element_bytes": 2, "num_steps": 64}
+    engine = EngineMemory(packs_weights=True)
+    packed = [packed_bytes(whole.role, engine, stage=(stage, 2), **given) for stage in range(2)]
+    assert 0 < packed[0] < packed[1]  # the last one has the head
+    assert sum(packed) == packed_bytes(whole.role, engine, **given)
+
+
 async def answer_late(turn: Turn) -> list[int]:
     """Answer after all samples have had their first turn."""
     await asyncio.sleep(0.05 if turn.number == 1 else 0)
