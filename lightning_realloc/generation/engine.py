@@ -225,11 +225,6 @@ class GenerationEngine(Engine):
             graphs=self._graphs,
         )
         scheduler = self._scheduler(waiting, samples, executor, num_slots, num_kept)
-        max_pause_s = math.inf if self._agree is None else MAX_GROUP_PAUSE_S
-        if self._lockstep is not None:
-            max_pause_s = 0.0
-        if self._rebalancer is not None:
-            max_pause_s = self._rebalancer.max_pause_s
         return GenerationRun(
             executor,
             scheduler,
@@ -239,8 +234,14 @@ class GenerationEngine(Engine):
             self._decoding,
             conversations,
             budget,
-            max_pause_s=max_pause_s,
+            max_pause_s=self._max_pause_s() if self._rebalancer is None else self._rebalancer.max_pause_s,
         )
+
+    def _max_pause_s(self) -> float:
+        """Return the longest wait for environments in one step."""
+        if self._lockstep is not None:
+            return 0.0
+        return math.inf if self._agree is None else MAX_GROUP_PAUSE_S
 
     def _carry_out(self, run: GenerationRun, call: EngineCall) -> None:
         """Generate until all samples are finished, including those that arrive from other ranks."""

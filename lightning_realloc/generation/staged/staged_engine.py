@@ -6,12 +6,11 @@ stages before it run others. A group's tokens depend on its samples alone, so th
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from torch import nn
 from lightning_realloc.generation.base_engine import EngineCall
 from lightning_realloc.generation.cache.kv_cache import SlotCache
 from lightning_realloc.generation.core.model_config import check_supported
-from lightning_realloc.generation.engine import MAX_GROUP_PAUSE_S, GenerationEngine
+from lightning_realloc.generation.engine import GenerationEngine
 from lightning_realloc.generation.engine_parts import num_kept_slots
 from lightning_realloc.generation.forward.attention import check_idle, slot_attention
 from lightning_realloc.generation.forward.packed_linear import packed_linears
@@ -27,10 +26,16 @@ from lightning_realloc.generation.loop.run import Budget, GenerationRun, Generat
 from lightning_realloc.generation.schedule.scheduler import Scheduler
 from lightning_realloc.generation.schedule.slot_plan import Prompt
 from lightning_realloc.generation.staged.commands import Closing, Leaving, Opening, StageStep
-from lightning_realloc.generation.staged.group_conversations import GroupConversations, SharedConversations
-from lightning_realloc.generation.staged.groups import divide_prompts, own_samples
+from lightning_realloc.generation.staged.groups import (
+    GroupConversations,
+    SharedConversations,
+    divide_prompts,
+    own_samples,
+)
 from lightning_realloc.generation.staged.stage_runner import LastStageRunner, StageRunner
 from lightning_realloc.runtime.parallel.stage_link import StageLink
+
+R = TypeVar("R", bound=StageRunner)
 
 
 class StagedEngine(GenerationEngine):
@@ -84,13 +89,7 @@ class StagedEngine(GenerationEngine):
 
     def _follow_generation(self, opening: Opening) -> None:
         self._link.begin()
-        runners = [
-            StageRunner(
-                self._model, cache, num_slots=opening.num_slots, longest=opening.longest,
-                most_slots=opening.most_slots, link=self._link, group=group,
-            )
-            for group, cache in enumerate(self._caches)
-        ]  # fmt: skip
+        runners = [self._runner(StageRunner, opening, group) for group in range(self._link.num_stages)]
         with slot_attention(self._model), packed_linears(self._model, num_steps=opening.num_steps):
             while isinstance(command := self._link.receive_command(), StageStep):
                 runners[command.group].follow(command)
@@ -99,6 +98,11 @@ class StagedEngine(GenerationEngine):
             self._link.end()
         for runner in runners:
             runner.end(has_failed=command.has_failed)
+
+    def _runner(self, kind: type[R], opening: Opening, group: int) -> R:
+        slots, longest, most = opening.num_slots, opening.longest, opening.most_slots
+        cache, link = self._caches[group], self._link
+        return kind(self._model, cache, num_slots=slots, longest=longest, most_slots=most, link=link, group=group)
 
     # ---- the last stage
     def _complete(self, call: EngineCall) -> GenerationStats:
@@ -148,36 +152,33 @@ class StagedEngine(GenerationEngine):
         conversations = self._conversations(asked.environment, asked.conversation)
         shared = None if conversations is None else SharedConversations(conversations, num_groups=num_groups)
         groups = divide_prompts(asked.queue(call.samples), num_groups)
-        runs = [self._run(call, budget, opening, prompts, group, shared) for group, prompts in enumerate(groups)]
-        for run in runs:
-            run.ended = runs[0].ended
+        runs = []
+        for group, prompts in enumerate(groups):
+            places, own = own_samples(prompts)
+            runs.append(
+                GenerationRun(
+                    self._runner(LastStageRunner, opening, group),
+                    self._new_scheduler(call, opening, places, own),
+                    [call.samples[place] for place in places],
+                    call.params,
+                    call.stop,
+                    self._decodings[group],
+                    None if shared is None else GroupConversations(shared, group, places),
+                    budget,
+                    max_pause_s=self._max_pause_s(),
+                )
+            )
+            runs[group].ended = runs[0].ended
         return runs
 
-    def _run(
-        self, call: EngineCall, budget: Budget, opening: Opening, prompts: Sequence[Prompt], group: int,
-        shared: SharedConversations | None,
-    ) -> GenerationRun:  # fmt: skip
-        places, prompts = own_samples(prompts)
-        samples = [call.samples[place] for place in places]
-        waiting = [prompt for prompt in prompts if not call.stop.already_ends(samples[prompt.samples[0]])]
-        cache, decoding, most_tokens = self._caches[group], self._decodings[group], self._max_prefill_tokens
-        num_slots, num_kept = opening.num_slots, opening.most_slots - opening.num_slots
-        executor = LastStageRunner(
-            self._model, cache, num_slots=num_slots, longest=opening.longest, most_slots=opening.most_slots,
-            link=self._link, group=group,
-        )  # fmt: skip
-        max_pause_s = math.inf if self._agree is None else MAX_GROUP_PAUSE_S
-        return GenerationRun(
-            executor,
-            Scheduler(waiting, num_slots=num_slots, num_kept=num_kept, max_prefill_tokens=most_tokens),
-            samples,
-            call.params,
-            call.stop,
-            decoding,
-            None if shared is None else GroupConversations(shared, group, places),
-            budget,
-            max_pause_s=0.0 if self._lockstep is not None else max_pause_s,
-        )
+    def _new_scheduler(
+        self, call: EngineCall, opening: Opening, places: Sequence[int], prompts: Sequence[Prompt]
+    ) -> Scheduler:
+        """Return the scheduler of a group whose samples have these places in the call."""
+        waiting = [prompt for prompt in prompts if not call.stop.already_ends(call.samples[places[prompt.samples[0]]])]
+        num_slots, most_tokens = opening.num_slots, self._max_prefill_tokens
+        num_kept = opening.most_slots - num_slots
+        return Scheduler(waiting, num_slots=num_slots, num_kept=num_kept, max_prefill_tokens=most_tokens)
 
     def _take_turns(self, runs: Sequence[GenerationRun], call: EngineCall) -> None:
         """Collect and submit each run's steps in turn, until all samples are finished.

@@ -279,10 +279,9 @@ class CallMemory:
     def _packed(self, num_steps: int) -> int:
         if self.is_wrapped:
             return 0  # FSDP frees weights between two uses
-        return packed_bytes(
-            self.role, self.settings.engine, tp=self._tp, element_bytes=self.activation_bytes, num_steps=num_steps,
-            stage=(self.sizes.stage, self.sizes.dims.pp),
-        )  # fmt: skip
+        stage, tp = (self.sizes.stage, self.sizes.dims.pp), self._tp
+        size, engine = self.activation_bytes, self.settings.engine
+        return packed_bytes(self.role, engine, tp=tp, element_bytes=size, num_steps=num_steps, stage=stage)
 
     def _train(self) -> list[MemoryParts]:
         """Return the moments of a training call's last micro-batch, when the gradients of the others exist."""
