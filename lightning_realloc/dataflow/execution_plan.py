@@ -270,16 +270,8 @@ class ExecutionPlan:
                     f"calls.{name}: layout {plan.layout} has {axis}={plan.layout.count(axis)}, and generation runs one "
                     f"token of a row at a time; train and infer with {axis}, generate with tp, dp, fsdp or pp"
                 )
-            if plan.layout.dims.pp > 1 and call.partners:
-                raise PlanError(
-                    f"calls.{name}: environments talk to models on ranks that hold all layers, and layout "
-                    f"{plan.layout} has pp={plan.layout.dims.pp}; give it a layout with pp=1"
-                )
-            if plan.layout.is_sharded and call.partners:
-                raise PlanError(
-                    f"calls.{name}: all ranks of layout {plan.layout} gather each block together, and environments of "
-                    f"one rank ask models while the others generate; give it a layout with fsdp=1"
-                )
+            if call.partners:
+                _check_asked(name, plan.layout)
             beyond = [rank for rank in plan.layout.ranks if rank >= world_size]
             if beyond:
                 raise PlanError(
@@ -364,6 +356,20 @@ def _describe_missing(path: Path) -> str:
         f"plan file {path}: there is no such file in {Path.cwd()}{_did_you_mean(near)}; give a file that "
         f"`lightning-realloc plan ... --save {path}` writes"
     )
+
+
+def _check_asked(name: str, layout: Layout) -> None:
+    """Refuse layouts of a call whose environments ask models while other ranks generate."""
+    if layout.dims.pp > 1:
+        raise PlanError(
+            f"calls.{name}: environments talk to models on ranks that hold all layers, and layout {layout} has "
+            f"pp={layout.dims.pp}; give it a layout with pp=1"
+        )
+    if layout.is_sharded:
+        raise PlanError(
+            f"calls.{name}: all ranks of layout {layout} gather each block together, and environments of one rank ask "
+            f"models while the others generate; give it a layout with fsdp=1"
+        )
 
 
 def _evaluation_last(dataflow: Dataflow) -> list[ModelFunctionCall]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
+from lightning_realloc.errors import GenerationError
 from lightning_realloc.runtime.messages.codec import decode_message, encode_message
 from lightning_realloc.runtime.messages.mailbox import FrameKind
 from lightning_realloc.runtime.model.adapter_layers import free_merged

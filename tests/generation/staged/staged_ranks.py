@@ -21,7 +21,7 @@ from lightning_realloc.strategies.calls.engine_factory import agreement
 from lightning_realloc.strategies.calls.lockstep import Lockstep
 from tests.models import tiny_model
 
-LAYERS = {"num_hidden_layers": 4, "tie_word_embeddings": False}
+LAYERS = {"num_hidden_layers": 4}
 
 
 def staged_engine(family: str, layout: Layout, meshes: MeshRegistry, **options: Any) -> StagedEngine:
