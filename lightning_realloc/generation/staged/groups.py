@@ -71,6 +71,11 @@ class GroupConversations(TurnQuestions):
         """Indices of the group's samples that wait."""
         return self._asked.values()
 
+    @property
+    def reply_s(self) -> float:
+        """As `Conversations.reply_s`."""
+        return self._shared.conversations.reply_s
+
     def ask(self, index: int, sample: Sample) -> bool:
         """As `Conversations.ask`."""
         place = self._places[index]
