@@ -107,7 +107,7 @@ class MeshRegistry:
         LayoutError if there are neither shards nor replicas.
         """
         if not (layout.is_sharded or layout.has_replicas):
-            raise LayoutError(f"layout {layout} has one copy of its weights and no shards; do not wrap it")
+            raise LayoutError(f"layout {layout} has one copy of the weights and nothing to shard; do not wrap it")
         replicas = layout.group(self.rank, *layout.replica_axes)
         rows = tuple(layout.group(rank, *layout.shard_axes) for rank in replicas)
         if rows not in self._meshes:

@@ -47,7 +47,7 @@ def test_replicated_shards_get_a_mesh_of_two_dims(workers: WorkerPool) -> None:
 
     assert replicas_of_shards["mesh"] == [[1, 0], [3, 2]]
     assert replicas_of_shards["gathered"] == [3, 2]
-    assert replicas_of_shards["names"] == ("dp", "fsdp")
+    assert replicas_of_shards["names"] == ("dp.cp", "fsdp")
     assert replicas_of_shards["tp"] is None
     assert replicas_only["mesh"] == [[0], [1], [2], [3]]
     assert replicas_only["gathered"] == [2]
