@@ -113,6 +113,7 @@ class RoleElements:
         """The model with one parameter of each family, and those with tied names."""
         self._laid = cache(self._lay_out)
         self._count = cache(self._count_rank)
+        self._different = cache(self._different_stages)
         self._shards_at = cache(self._cut_at)
         self.places = cache(self._place_stages)
         """Degree pp -> the first place, and one past the last, of each stage and family: (2, stages, families)."""
@@ -134,11 +135,14 @@ class RoleElements:
         Raises:
             LayoutError: for degrees that do not fit the model.
         """
-        self._laid(ParallelDims(pp=dims.pp))  # refuses more stages than blocks
-        begin, end = self.places(dims.pp)
+        return [self._count(dims, stage, 0) for stage in self._different(dims.pp)]
+
+    def _different_stages(self, pp: int) -> list[int]:
+        self._laid(ParallelDims(pp=pp))  # refuses more stages than blocks
+        begin, end = self.places(pp)
         held = np.hstack([count_between(counts, begin, end) for counts in (self.counts, self.trained_counts)])
         _, different = np.unique(held, axis=0, return_index=True)
-        return [self._count(dims, stage, 0) for stage in sorted({*different.tolist(), dims.pp - 1})]
+        return sorted({*different.tolist(), pp - 1})
 
     def tensors(self, layout: Layout, rank: int, *, unlike: Layout | None = None, trained_too: bool = True) -> int:
         """Return the elements of a rank's tensors, without padding.
