@@ -57,7 +57,10 @@ class EnvironmentFactory:
         self._makers: dict[str, _Maker]
         if isinstance(source, Mapping) and self._is_chosen:
             if not source or not all(isinstance(name, str) for name in source):
-                raise ConfigError(f"a dict of environments maps names to environments; got environment={source!r:.80}")
+                raise ConfigError(
+                    f"a dict of environments maps names to environments; got environment={source!r:.80}; write "
+                    f"{{'game': Game}}, or leave it out"
+                )
             self._makers = {
                 name: _Maker(own, given, name=f"environment[{name!r}]", control_column=CONTROL_COLUMN)
                 for name, own in source.items()

@@ -37,7 +37,8 @@ def import_function(
     """
     module_name, _, name = path.replace(":", ".").rpartition(".")
     if not module_name or not name:
-        raise error(f"a {what}'s import path is 'package.module:name'; got {path!r}")
+        article = "an" if what[0] in "aeiou" else "a"
+        raise error(f"{article} {what}'s import path is 'package.module:name'; got {path!r}")
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as problem:
