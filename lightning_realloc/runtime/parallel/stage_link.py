@@ -6,6 +6,7 @@ states go to the next stage as in `pipeline`. Nothing waits for a receiver, so s
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import Any, cast
 
@@ -34,7 +35,7 @@ class StageLink:
     Args:
         stage: This rank's stage.
         host_group: All ranks, over gloo.
-        record: Gets the waits for commands; None: nothing reads them.
+        record: Gets the seconds of waiting for commands; None: nothing reads them.
     """
 
     def __init__(self, stage: PipelineStage, host_group: dist.ProcessGroup, record: FlightRecord | None = None) -> None:
@@ -84,14 +85,14 @@ class StageLink:
 
     def receive_command(self) -> Any:
         """Wait for the next command of the last stage. Raises RankLost if that rank has ended."""
-        source = self._stage.ranks[-1]
-        with self._record.during(f"waiting for steps of rank {source}", waits_for=(source,)):
-            first = self._receive(_FRAME_BYTES, source)
-            size = int.from_bytes(first[:_LENGTH_BYTES], "big")
-            rest = size - (_FRAME_BYTES - _LENGTH_BYTES)
-            content = first[_LENGTH_BYTES : _LENGTH_BYTES + size]
-            if rest > 0:
-                content += self._receive(rest, source)
+        begin, source = time.monotonic(), self._stage.ranks[-1]
+        first = self._receive(_FRAME_BYTES, source)
+        size = int.from_bytes(first[:_LENGTH_BYTES], "big")
+        rest = size - (_FRAME_BYTES - _LENGTH_BYTES)
+        content = first[_LENGTH_BYTES : _LENGTH_BYTES + size]
+        if rest > 0:
+            content += self._receive(rest, source)
+        self._record.add_wait(time.monotonic() - begin)
         return decode_value(content)
 
     def receive_states(self, num_tokens: int) -> Tensor | None:
