@@ -6,9 +6,11 @@ Draws stay on the last stage, so a command holds no more of a step than its forw
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
+from lightning_realloc.errors import GenerationError, require_choice
 from lightning_realloc.generation.core.step import DecodeRow, ForwardStep, PrefillChunk
 
 
@@ -25,11 +27,18 @@ class Opening(NamedTuple):
     """Most tokens of a response."""
 
 
-class SlotChange(NamedTuple):
-    """One call of `StepExecutor.make_room`, ``copy``, ``move`` or ``swap``."""
+ChangeName = Literal["make_room", "copy", "move", "swap"]
 
-    name: str
+
+@dataclass(frozen=True, slots=True)
+class SlotChange:
+    """One call of the method of `StepExecutor` that has this name."""
+
+    name: ChangeName
     arguments: tuple[Any, ...]
+
+    def __post_init__(self) -> None:
+        require_choice("name", self.name, get_args(ChangeName), GenerationError)
 
 
 class StageStep(NamedTuple):
