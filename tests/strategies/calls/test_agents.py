@@ -230,7 +230,7 @@ MODES: Mapping[str, dict[str, Any]] = {
     "bounded cache": {"generation": GenerationOptions(max_cache_bytes=1 << 16)},
     "drafts": {"speculation": Speculation(drafter="ngram", num_draft_tokens=3)},
 }
-LAYOUTS = {"dp1": 1, "tp2": 2, "dp2.tp2": 4, "fsdp4": 4}
+LAYOUTS = {"dp1": 1, "tp2": 2, "dp2.tp2": 4, "fsdp4": 4, "pp2": 2, "pp2.fsdp2": 4}
 """Layout -> its number of ranks."""
 GREEDY, SAMPLED = 1e-6, 1.0
 """Temperatures; that of rollouts is above 0."""
@@ -258,7 +258,9 @@ def converse(layout: str, mode: str, temperature: float) -> tuple[Outcome, float
         [
             case
             for case in itertools.product(LAYOUTS, MODES, (GREEDY, SAMPLED))
-            if case[:2] != ("dp1", "plain") and (case[1] != "moves" or case[0] == "dp2.tp2")
+            if case[:2] != ("dp1", "plain")
+            and (case[1] != "moves" or case[0] == "dp2.tp2")
+            and (case[1] != "bounded cache" or not case[0].startswith("pp"))
         ],
         ("dp2.tp2", "chunks", GREEDY),
     ),
