@@ -134,12 +134,14 @@ def form_error(message: str) -> str | None:
     Args:
         message: Error of jsonargparse about one setting. If the value names a class, the error is about that class.
 
-    >>> form_error('Parser key "tools":\n  Expected a <class \'collections.abc.Sequence\'>. Got value: my:add')
+    >>> form_error('Parser key "tools":\\n  Expected a list. Got value: my:add')
     "tools='my:add' must be a list of functions; write ['my_tools:add'], or my_tools:add after the flag --model.tools+"
     """
     key = _KEY.match(message)
     values = [first or second for first, second in _VALUE.findall(message)]
-    if key is None or key[1] not in _FORMS or not values or not UNNAMED.keys() >= {*_CLASS.findall(message)}:
+    if key is None or key[1] not in _FORMS or not values or "class_path" in values[-1]:
+        return None
+    if not UNNAMED.keys() >= {*_CLASS.findall(message)}:
         return None
     return f"{key[1]}={values[-1]!r:.{_MOST_SHOWN}} {_FORMS[key[1]]}"
 

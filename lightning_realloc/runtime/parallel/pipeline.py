@@ -100,17 +100,20 @@ class PipelineStage:
         """Run a micro-batch through a stage before the last; return the (1, N, D) hidden states after its blocks."""
         with self.io.open(batch.input_ids, received), packed_attention(self.model, batch) as inputs:
             self.model(**inputs)
-        return self.take_output(batch.num_tokens)
+        return self.take_output(self.shape(batch))
 
-    def take_output(self, num_tokens: int) -> Tensor:
-        """Return the (1, N, D) hidden states after this stage's blocks, of the forward pass that has just ended."""
+    def take_output(self, shape: tuple[int, ...]) -> Tensor:
+        """Return the hidden states after this stage's blocks, of the forward pass that has just ended.
+
+        Raises:
+            LayoutError: for hidden states that have another shape.
+        """
         output, self.io.output = self.io.output, None
-        wanted = (1, num_tokens, self.io.width)
-        if output is None or output.shape != wanted:
-            shape = None if output is None else tuple(output.shape)
+        if output is None or output.shape != shape:
+            given = None if output is None else tuple(output.shape)
             raise LayoutError(
-                f"the blocks of {type(self.model).__name__} must return hidden states of shape {wanted} "
-                f"to be divided into stages, and gave {shape}; use pp=1"
+                f"the blocks of {type(self.model).__name__} must return hidden states of shape {shape} "
+                f"to be divided into stages, and gave {given}; use pp=1"
             )
         return output
 

@@ -102,7 +102,7 @@ class StageLink:
     def send_states(self, num_tokens: int) -> None:
         """Send the hidden states of the last forward to the next stage, if there is one."""
         if not self.is_last:
-            self._stage.after.post(self._stage.take_output(num_tokens))
+            self._stage.after.post(self._stage.take_output((1, num_tokens, self.io.width)))
 
     def _isend(self, frame: Tensor, rank: int) -> dist.Work:
         return cast(dist.Work, dist.isend(frame, rank, group=self._group, tag=_TAG))

@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_realloc.errors import CheckpointError, ConfigError
-from lightning_realloc.runtime.messages.failure_store import publish_loss
+from lightning_realloc.runtime.messages.failure_store import group_store, publish_loss
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.checkpoints import background
 from lightning_realloc.strategies.checkpoints.background import BackgroundSave
@@ -242,7 +242,7 @@ class _Bomb:
 
 def _complete_with_a_forged_part(folder: Path) -> str:
     os.chdir(folder)
-    store, saving = torch.distributed.group.WORLD.get_group_store(), BackgroundSave()
+    store, saving = group_store(), BackgroundSave()
     store.set("checkpoint/forged/1", pickle.dumps(_Bomb()))
     save = _Parts(0)
     saving.start(save, token="forged", rank=0, world_size=2)
