@@ -311,8 +311,8 @@ def said(text: str) -> list[Mapping[str, Any]]:
 @pytest.mark.parametrize(
     ("methods", "failure"),
     [
-        ({"reset": lambda game, row: time.sleep(0.3)}, "the environment's reset did not return within deadline_s=0.1"),
-        ({"get_reward": lambda game: time.sleep(0.3)}, "get_reward did not return within deadline_s=0.1; bound its"),
+        ({"reset": lambda game, row: time.sleep(0.9)}, "the environment's reset did not return within deadline_s=0.5"),
+        ({"get_reward": lambda game: time.sleep(0.9)}, "get_reward did not return within deadline_s=0.5; bound its"),
         ({"reset": lambda game, row: {}["port"]}, "the environment's reset raised KeyError: 'port'"),
         ({"reset": lambda game, row: said("Guess " * 200_000)}, "Made.reset may return 1000000 characters of messages"),
         ({"step": lambda game, said_: StepResult(said("1 " * 600_000))}, "Made.step may return 1000000 characters of "),
@@ -324,7 +324,7 @@ def said(text: str) -> list[Mapping[str, Any]]:
     ],
 )  # fmt: skip
 def test_a_failure_is_named_in_the_words_of_the_environment(methods: dict[str, Any], failure: str) -> None:
-    deadline_s = 0.1 if "deadline_s" in failure else 60.0
+    deadline_s = 0.5 if "deadline_s" in failure else 60.0
     episodes = Episodes(options(of_class(**methods), retries=0, deadline_s=deadline_s))
     completions, columns = episodes.finish(generate(episodes, prompts(2)))
     failures = [talk["failure"] or "" for talk in _talks(columns)]
