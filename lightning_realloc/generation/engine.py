@@ -194,14 +194,8 @@ class GenerationEngine(Engine):
             )
 
     def _complete(self, call: EngineCall) -> GenerationStats:
-        asked = call.requests
-
-        def may_end() -> bool:
-            call.notifier.follow(run.ended)
-            return asked.may_stop is None or asked.may_stop()
-
         check_idle(self._model)
-        run = self._begin(call, self._budget(asked.token_budget, asked.seconds_budget, may_end))
+        run = self._begin(call, self._budget(call, lambda: run.ended))
         self._carry_out(run, call)
         return run.stats()
 
@@ -298,8 +292,15 @@ class GenerationEngine(Engine):
             num_ahead=self._decoding.max_ahead, max_prefill_tokens=most,
         )  # fmt: skip
 
-    def _budget(self, tokens: int | None, seconds: float | None, may_stop: Callable[[], bool]) -> Budget:
-        agree, clock = self._agree, self._wall_clock
+    def _budget(self, call: EngineCall, ended: Callable[[], Sequence[Sample]]) -> Budget:
+        """Return the budget of a call; ``ended`` returns its finished samples, to report them before it may stop."""
+        asked, agree, clock = call.requests, self._agree, self._wall_clock
+        tokens, seconds = asked.token_budget, asked.seconds_budget
+
+        def may_stop() -> bool:
+            call.notifier.follow(ended())
+            return asked.may_stop is None or asked.may_stop()
+
         if agree is not None:
             return Budget(tokens, seconds, lambda: agree([clock()])[0], may_stop)  # ranks must stop after the same step
         if seconds is not None and self._is_tensor_parallel:

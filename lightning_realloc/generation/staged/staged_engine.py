@@ -107,16 +107,9 @@ class StagedEngine(GenerationEngine):
     # ---- the last stage
     def _complete(self, call: EngineCall) -> GenerationStats:
         check_idle(self._model)
-        asked = call.requests
-
-        def may_end() -> bool:
-            call.notifier.follow(runs[0].ended)
-            return asked.may_stop is None or asked.may_stop()
-
-        budget = self._budget(asked.token_budget, asked.seconds_budget, may_end)
         opening = self._opening(call)
         check_supported(self._model, max_length=opening.longest)
-        runs = self._runs(call, budget, opening)
+        runs = self._runs(call, self._budget(call, lambda: runs[0].ended), opening)
         with self._commanding(opening), ExitStack() as session:
             session.enter_context(slot_attention(self._model))
             session.enter_context(packed_linears(self._model, num_steps=opening.num_steps))
