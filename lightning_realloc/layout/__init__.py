@@ -6,12 +6,15 @@ Pure: uses the standard library only. Start with `Layout` and `ModelLayout`.
 from lightning_realloc.layout.cluster import PRESETS, ClusterSpec
 from lightning_realloc.layout.cuts import (
     Cut,
+    ExpertCut,
+    ExpertFsdpCut,
     FsdpCut,
     TensorParallelCut,
     chunk_bounds,
     group_bounds,
     head_bounds,
     sharded,
+    sharded_experts,
 )
 from lightning_realloc.layout.dims import AXES, Coordinate, Layout, ParallelDims, Share, format_ranks, parse_ranks
 from lightning_realloc.layout.model import ModelLayout, ModelSpec, ParamSpec
@@ -24,6 +27,8 @@ __all__ = [
     "ClusterSpec",
     "Coordinate",
     "Cut",
+    "ExpertCut",
+    "ExpertFsdpCut",
     "FsdpCut",
     "Layout",
     "LocalShard",
@@ -42,5 +47,6 @@ __all__ = [
     "local_shard",
     "parse_ranks",
     "sharded",
+    "sharded_experts",
     "tiles",
 ]

@@ -85,6 +85,25 @@ class FsdpCut(Cut):
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertCut(Cut):
+    """Equal shares of whole experts."""
+
+    axes = Layout.expert_axes
+    dim: int = 0
+
+    def refusal(self, shape: tuple[int, ...], count: int) -> str | None:
+        """Refuse degrees that do not divide the experts."""
+        return f"ep={count} must divide the {shape[self.dim]} experts" if shape[self.dim] % count else None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFsdpCut(FsdpCut):
+    """Chunks of the experts of an expert-parallel rank, which FSDP gathers for use."""
+
+    axes = Layout.expert_shard_axes
+
+
+@dataclass(frozen=True, slots=True)
 class TensorParallelCut(Cut):
     """Tensor parallelism's cut: chunks, or shares of whole units (attention heads)."""
 
@@ -198,6 +217,11 @@ class TensorParallelCut(Cut):
 def sharded(*cuts: Cut | None) -> tuple[Cut, ...]:
     """Return these cuts, without None, and FSDP's after them."""
     return (*(cut for cut in cuts if cut is not None), FsdpCut())
+
+
+def sharded_experts(*cuts: Cut | None) -> tuple[Cut, ...]:
+    """Return the cuts of stacked experts: by whole experts, then these without None, then FSDP's."""
+    return (ExpertCut(), *(cut for cut in cuts if cut is not None), ExpertFsdpCut())
 
 
 def total_length(intervals: Intervals) -> int:

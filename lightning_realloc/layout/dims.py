@@ -46,7 +46,7 @@ _DEGREE = re.compile(r"([a-z]+)([0-9]+)")
 class ParallelDims:
     """Degree of parallelism along every axis, in the order of ``AXES``.
 
-    A later field may be the degree of an axis that divides the ranks of these anew; see ``Layout._spans``.
+    ``ep`` is no factor of ``size``: for experts alone, it divides the ranks of ``dp`` and ``fsdp`` anew.
 
     >>> ParallelDims.parse("dp2.tp4").size
     8
@@ -62,12 +62,19 @@ class ParallelDims:
     """Number of context-parallel ranks that divide the tokens of each row, and hold the same weights."""
     tp: int = 1
     """Number of tensor-parallel ranks that share the weights of each layer."""
+    ep: int = 1
+    """Number of expert-parallel ranks that divide the experts of each layer: neighbours along fsdp, then along dp."""
 
     def __post_init__(self) -> None:
         for axis in self.__dataclass_fields__:
             degree = getattr(self, axis)
             if not is_count(degree):
                 raise LayoutError(f"{axis}={degree!r} must be a whole number of at least 1; leave it out for 1")
+        if self.ep > 1 and self.ep not in self.expert_degrees:
+            raise LayoutError(
+                f"ep={self.ep} must divide fsdp={self.fsdp}, or be a multiple of it that divides dp*fsdp="
+                f"{self.dp * self.fsdp}; use ep in {self.expert_degrees}"
+            )
 
     @property
     def size(self) -> int:
@@ -78,6 +85,12 @@ class ParallelDims:
     def degrees(self) -> tuple[int, ...]:
         """The degrees in the order of ``AXES``."""
         return _degrees_of(self)
+
+    @property
+    def expert_degrees(self) -> tuple[int, ...]:
+        """The degrees ep that the other degrees allow."""
+        inside = (n for n in range(1, self.fsdp) if self.fsdp % n == 0)
+        return (*inside, *(self.fsdp * n for n in range(1, self.dp + 1) if self.dp % n == 0))
 
     @classmethod
     def parse(cls, text: str) -> ParallelDims:
@@ -129,6 +142,14 @@ class Layout:
     """Axes along which FSDP shards weights, and gathers them for use."""
     tensor_axes: ClassVar[tuple[str, ...]] = ("tp",)
     """Axes along which ranks share the weights of each layer, and the samples."""
+    expert_axes: ClassVar[tuple[str, ...]] = ("ep",)
+    """Axes along which ranks hold other experts, and exchange the tokens that are routed to these."""
+    expert_shard_axes: ClassVar[tuple[str, ...]] = ("expert_fsdp",)
+    """Axes along which FSDP shards experts: ranks of ``fsdp`` that ``ep`` leaves."""
+    expert_replica_axes: ClassVar[tuple[str, ...]] = ("expert_dp", "cp")
+    """Axes along which ranks hold the same shards of experts: ranks of ``dp`` that ``ep`` leaves, and ``cp``."""
+    weight_axes: ClassVar[tuple[str, ...]] = ("copy", "tp")
+    """Axes along which ranks of a stage hold one copy of all weights: the larger of ``fsdp`` and ``ep``, and ``tp``."""
     dims: ParallelDims
     ranks: tuple[int, ...]
     """Rank at each coordinate, in row-major order over ``AXES``."""
@@ -140,7 +161,8 @@ class Layout:
         object.__setattr__(self, "ranks", tuple(self.ranks))
         object.__setattr__(self, "_position", {rank: index for index, rank in enumerate(self.ranks)})
         strides = (math.prod(self.dims.degrees[number + 1 :]) for number in range(len(AXES)))
-        object.__setattr__(self, "_spans", dict(zip(AXES, zip(self.dims.degrees, strides, strict=True), strict=True)))
+        spans = dict(zip(AXES, zip(self.dims.degrees, strides, strict=True), strict=True))
+        object.__setattr__(self, "_spans", spans | _expert_spans(self.dims))
         if any(rank < 0 for rank in self.ranks):
             raise LayoutError(
                 f"ranks must be 0 or more, got {min(self.ranks)} in {self.dims}@{format_ranks(self.ranks)}"
@@ -190,23 +212,30 @@ class Layout:
     def coordinate(self, rank: int) -> Coordinate:
         """Return the coordinate of ``rank``. Raises LayoutError when the rank is not part of the layout."""
         index = self._index(rank)
-        return Coordinate(*(index // stride % degree for degree, stride in self._spans_of(AXES)))
+        return Coordinate(*(index // stride % degree for degree, stride in self.spans(AXES)))
 
     def share(self, rank: int, *axes: str) -> Share:
         """Return the place of ``rank`` among the ranks along ``axes``. Raises LayoutError as `coordinate` does."""
         index, num_shares, position = self._index(rank), 1, 0
-        for degree, stride in self._spans_of(axes):
+        for degree, stride in self.spans(axes):
             num_shares, position = num_shares * degree, position * degree + index // stride % degree
         return Share(num_shares, position)
 
     def count(self, *axes: str) -> int:
         """Return the number of ranks along ``axes``."""
-        return math.prod(degree for degree, _ in self._spans_of(axes))
+        return math.prod(degree for degree, _ in self.spans(axes))
+
+    def spans(self, axes: Iterable[str]) -> list[tuple[int, int]]:
+        """Return the degree of each axis, and the distance of its neighbours in ``ranks``."""
+        try:
+            return [self._spans[axis] for axis in axes]
+        except KeyError as error:
+            raise LayoutError(f"unknown axis {error}; use {', '.join(self._spans)}") from None
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Return the ranks that differ from ``rank`` only along ``axes``, itself included, in the layout's order."""
         index = self._index(rank)
-        start = index - sum(index // stride % degree * stride for degree, stride in self._spans_of(axes))
+        start = index - sum(index // stride % degree * stride for degree, stride in self.spans(axes))
         return tuple(self.ranks[start + offset] for offset in self._offsets(axes))
 
     def batch_group(self, rank: int) -> tuple[int, ...]:
@@ -222,14 +251,19 @@ class Layout:
 
         Takes time in proportion to the number of ranks, while `group` for each of them takes its square.
         """
-        spans, offsets = self._spans_of(axes), self._offsets(axes)
+        spans, offsets = self.spans(axes), self._offsets(axes)
         starts = (i for i in range(len(self.ranks)) if not any(i // stride % degree for degree, stride in spans))
         return tuple(tuple(self.ranks[start + offset] for offset in offsets) for start in starts)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a forward pass gathers weights, and so is collective."""
+        """Whether a forward pass gathers weights."""
         return self.count(*self.shard_axes) > 1
+
+    @property
+    def runs_in_lockstep(self) -> bool:
+        """Whether a forward pass is collective over ranks with other samples: it gathers weights or sends tokens."""
+        return self.is_sharded or self.count(*self.expert_axes) > 1
 
     @property
     def has_replicas(self) -> bool:
@@ -255,18 +289,24 @@ class Layout:
             raise LayoutError(f"rank {rank} is not part of layout {self}; pass one of its ranks")
         return self._position[rank]
 
-    def _spans_of(self, axes: Iterable[str]) -> list[tuple[int, int]]:
-        try:
-            return [self._spans[axis] for axis in axes]
-        except KeyError as error:
-            raise LayoutError(f"unknown axis {error}; use {', '.join(self._spans)}") from None
-
     def _offsets(self, axes: Iterable[str]) -> list[int]:
         """Return the distances in ``ranks`` from the first rank of a group along ``axes`` to each of its ranks."""
         offsets = [0]
-        for degree, stride in self._spans_of(axes):
+        for degree, stride in self.spans(axes):
             offsets = [offset + position * stride for offset in offsets for position in range(degree)]
         return sorted(offsets)
+
+
+def _expert_spans(dims: ParallelDims) -> dict[str, tuple[int, int]]:
+    """Return degrees and strides of the axes along which experts are divided; see ``Layout._spans``."""
+    ep, fsdp, stride = dims.ep, dims.fsdp, dims.cp * dims.tp
+    copy = max(ep, fsdp)
+    return {
+        "ep": (ep, stride),
+        "expert_fsdp": (copy // ep, ep * stride),
+        "expert_dp": (dims.dp * fsdp // copy, copy * stride),
+        "copy": (copy, stride),
+    }
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:

@@ -15,8 +15,8 @@ from functools import lru_cache
 from typing import Literal, get_args
 
 from lightning_realloc.errors import LayoutError
-from lightning_realloc.layout.cuts import Cut, FsdpCut, TensorParallelCut, head_bounds
-from lightning_realloc.layout.dims import Layout
+from lightning_realloc.layout.cuts import Cut, ExpertCut, FsdpCut, TensorParallelCut, head_bounds
+from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.sharding import LocalShard, Piece, local_shard
 
 Section = Literal["input", "block", "output", "ends"]
@@ -93,6 +93,8 @@ class ModelSpec:
     """(tied name, owner name) pairs. A tied name shares the owner's parameter and is not listed in ``params``."""
     tp_refusal: str | None = None
     """Reason why tp > 1 is impossible for this model; None when it is possible."""
+    ep_refusal: str | None = "it has no experts"
+    """Reason why ep > 1 is impossible for this model; None when it is possible."""
     attention_heads: tuple[tuple[int, int], ...] = ()
     """Numbers of query and key-value heads of the kinds of attention layers; empty if they are unknown."""
     costs: tuple[int, ...] = ()
@@ -138,6 +140,10 @@ class ModelSpec:
         """Return the tp degrees up to ``limit`` that every parameter allows."""
         return (1,) if self.tp_refusal is not None else self.allowed_counts(TensorParallelCut.axes, limit)
 
+    def expert_parallel_degrees(self, limit: int) -> tuple[int, ...]:
+        """Return the ep degrees up to ``limit`` that the experts of every layer allow."""
+        return (1,) if self.ep_refusal is not None else self.allowed_counts(ExpertCut.axes, limit)
+
     def context_parallel_degrees(self, tp: int) -> tuple[int, ...]:
         """Return the cp degrees that divide the query heads of each of ``tp`` ranks, or 1 if no heads are known."""
         bounds = [head_bounds(*heads, tp, index) for heads in self.attention_heads for index in range(tp)]
@@ -170,6 +176,7 @@ class ModelLayout:
         tp = self.layout.count(*TensorParallelCut.axes)
         if tp > 1 and self.model.tp_refusal is not None:
             raise LayoutError(f"tp={tp} is impossible for this model: {self.model.tp_refusal}; use tp=1")
+        self._check_experts()
         self._check_cuts()
         self._check_tokens(tp)
         self._check_pipeline()
@@ -177,11 +184,11 @@ class ModelLayout:
         object.__setattr__(self, "_first_blocks", tuple(run.start for run in runs))
 
     def cut_dims(self) -> dict[str, set[int]]:
-        """Return, for every axis along which ranks divide parameters, the dims that are cut."""
+        """Return, for every degree by which ranks divide parameters, the dims that are cut."""
         found: dict[str, set[int]] = {}
         for cut in {cut for param in self.model.params for cut in param.cuts}:
             for axis in cut.axes:
-                if self.layout.count(axis) > 1:
+                if axis in ParallelDims.__dataclass_fields__ and self.layout.count(axis) > 1:
                     found.setdefault(axis, set()).add(cut.dim)
         return dict(sorted(found.items()))
 
@@ -263,6 +270,15 @@ class ModelLayout:
                 if rule is not None:
                     largest = self.model.allowed_counts(cut.axes, count)[-1]
                     raise LayoutError(f"{param.name}: {rule}; use {'*'.join(cut.axes)}={largest}")
+
+    def _check_experts(self) -> None:
+        dims = self.layout.dims
+        if dims.ep > 1 and self.model.ep_refusal is not None:
+            raise LayoutError(f"ep={dims.ep} is impossible for this model: {self.model.ep_refusal}; use ep=1")
+        possible = self.model.expert_parallel_degrees(dims.expert_degrees[-1]) if dims.ep > 1 else (1,)
+        if dims.ep not in possible:
+            legal = tuple(degree for degree in dims.expert_degrees if degree in possible)
+            raise LayoutError(f"ep={dims.ep} must divide the number of experts of every layer; use ep in {legal}")
 
     def _check_tokens(self, tp: int) -> None:
         cp = self.layout.count(*Layout.token_axes)

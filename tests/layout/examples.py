@@ -17,6 +17,7 @@ from lightning_realloc.layout import (
     ParamSpec,
     TensorParallelCut,
     sharded,
+    sharded_experts,
 )
 from lightning_realloc.layout.cuts import Intervals, share_bounds
 
@@ -24,14 +25,14 @@ WORLD_SIZE = 8
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertCut(Cut):
-    """A kind of cut that the package does not have: experts, whole, over the ranks of two axes together."""
+class JointCut(Cut):
+    """A kind of cut that the package does not have: whole rows over the ranks of two axes together."""
 
     axes = (*FsdpCut.axes, *TensorParallelCut.axes)
 
     def refusal(self, shape: tuple[int, ...], count: int) -> str | None:
-        """Refuse more ranks than experts."""
-        return None if count <= shape[self.dim] else f"{count} ranks exceed the experts ({shape[self.dim]})"
+        """Refuse more ranks than rows."""
+        return None if count <= shape[self.dim] else f"{count} ranks exceed the rows ({shape[self.dim]})"
 
     def split(self, held: Intervals, count: int, index: int) -> Intervals:
         """Return even shares."""
@@ -66,8 +67,25 @@ def llama_spec(*, width: int, inner: int, layers: int, vocab: int, heads: int, k
     return ModelSpec(tuple(params), layers, attention_heads=((heads, kv_heads),))
 
 
+def experts_spec(*, width: int, inner: int, layers: int, experts: int) -> ModelSpec:
+    """Return the parameters of a mixture of experts, with the router and one dense weight in each block."""
+    shapes = [
+        ("gate.weight", (experts, width), sharded()),
+        ("experts.gate_up_proj", (experts, 2 * inner, width), sharded_experts()),
+        ("experts.down_proj", (experts, width, inner), sharded_experts()),
+        ("self_attn.o_proj.weight", (width, width), sharded()),
+    ]
+    params = [
+        ParamSpec(f"model.layers.{block}.{name}", shape, cuts, block=block)
+        for block in range(layers)
+        for name, shape, cuts in shapes
+    ]
+    return ModelSpec(tuple(params), layers, ep_refusal=None)
+
+
 LLAMA_7B = llama_spec(width=4096, inner=11008, layers=32, vocab=32000, heads=32, kv_heads=32)
 LLAMA_70B = llama_spec(width=8192, inner=28672, layers=80, vocab=32000, heads=64, kv_heads=8)
+EXPERTS = experts_spec(width=12, inner=10, layers=2, experts=4)
 SMALL = llama_spec(width=12, inner=18, layers=2, vocab=13, heads=4, kv_heads=2)
 
 
@@ -76,11 +94,14 @@ def cut_params(draw: st.DrawFn, name: str, section: str, block: int | None) -> P
     """Draw a parameter of one to three small dims with any kind of cut."""
     shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     dim = draw(st.integers(0, len(shape) - 1))
-    kind = draw(st.sampled_from(["fsdp", "chunk", "heads", "kv", "fused", "fused_heads", "experts"]))
+    kind = draw(st.sampled_from(["fsdp", "chunk", "heads", "kv", "fused", "fused_heads", "joint", "experts"]))
     if kind == "fsdp":
         return ParamSpec(name, tuple(shape), (FsdpCut(dim),), section, block)  # type: ignore[arg-type]
+    if kind == "joint":
+        return ParamSpec(name, (draw(st.integers(1, 8)), *shape), (JointCut(0),), section, block)  # type: ignore[arg-type]
     if kind == "experts":
-        return ParamSpec(name, (draw(st.integers(1, 8)), *shape), (ExpertCut(0),), section, block)  # type: ignore[arg-type]
+        cut = draw(st.sampled_from([None, TensorParallelCut(1)]))
+        return ParamSpec(name, (draw(st.sampled_from([3, 4, 6, 8])), *shape), sharded_experts(cut), section, block)  # type: ignore[arg-type]
     cut = None
     if kind == "chunk":
         shape[dim] = draw(st.integers(1, 9))
@@ -118,20 +139,22 @@ def models(draw: st.DrawFn) -> ModelSpec:
             for index, param in enumerate(block_params)
         ]
     params.append(draw(cut_params("head", "output", None)))
-    return ModelSpec(tuple(params), num_blocks, costs=draw(st.sampled_from([(), (0, *range(1, num_blocks + 1), 2)])))
+    costs = draw(st.sampled_from([(), (0, *range(1, num_blocks + 1), 2)]))
+    return ModelSpec(tuple(params), num_blocks, ep_refusal=None, costs=costs)
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
     """Draw degrees, of which models with fused heads refuse tp=3, over any ordered ranks below ``WORLD_SIZE``."""
     options = [
-        ParallelDims(pp=pp, dp=dp, fsdp=fsdp, cp=cp, tp=tp)
+        ParallelDims(pp=pp, dp=dp, fsdp=fsdp, cp=cp, tp=tp, ep=ep)
         for pp in (1, 2)
         for dp in (1, 2, 3)
         for fsdp in (1, 2, 3, 4)
         for cp in (1, 2)
         for tp in (1, 2, 3, 4)
         if pp * dp * fsdp * cp * tp <= WORLD_SIZE
+        for ep in ParallelDims(dp=dp, fsdp=fsdp).expert_degrees
     ]
     dims = draw(st.sampled_from(options))
     ranks = draw(st.permutations(range(WORLD_SIZE)))

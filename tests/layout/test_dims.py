@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import re
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -35,22 +35,24 @@ def test_degrees_and_coordinates_have_the_same_axes_and_the_guide_explains_each(
     degrees = tuple(field.name for field in fields(ParallelDims))
     assert degrees[: len(AXES)] == AXES
     assert tuple(re.findall(r"(?m)^\| `(\w+)` \|", guide.partition("| axis |")[2].partition("\n\n")[0])) == degrees
-    assert tuple(Layout.parse("dp1")._spans) == degrees, "a degree without a coordinate divides the ranks of other axes"
-
-
-@dataclass(frozen=True, slots=True)
-class WithExperts(ParallelDims):
-    """Degrees with groups of experts, which divide the ranks of ``fsdp`` and ``tp`` anew."""
-
-    ep: int = 1
+    assert set(Layout.parse("dp1")._spans) > set(degrees), "a degree without a coordinate divides others' ranks"
 
 
 def test_a_degree_that_divides_the_ranks_of_other_axes_is_read_and_printed() -> None:
-    dims = WithExperts.parse("fsdp2.tp2.ep4")
-    assert (dims, dims.size, str(dims)) == (WithExperts(fsdp=2, tp=2, ep=4), 4, "fsdp2.tp2.ep4")
-    for text, words in (("ep2.tp2", "write 'tp2.ep2'"), ("ep0", "ep=0 must be"), ("zz2", ", ".join((*AXES, "ep")))):
+    dims = ParallelDims.parse("fsdp2.tp2.ep2")
+    assert (dims, dims.size, str(dims)) == (ParallelDims(fsdp=2, tp=2, ep=2), 4, "fsdp2.tp2.ep2")
+    # Divisors of fsdp, then its products with divisors of dp.
+    assert ParallelDims(dp=6, fsdp=4).expert_degrees == (1, 2, 4, 8, 12, 24)
+    assert ParallelDims(dp=4).expert_degrees == (1, 2, 4)
+    for text, words in (
+        ("ep2.tp2", "write 'tp2.ep2'"),
+        ("ep0", "ep=0 must be"),
+        ("zz2", ", ".join((*AXES, "ep"))),
+        ("ep2", r"ep=2 must divide fsdp=1, or be a multiple of it that divides dp\*fsdp=1; use ep in \(1,\)"),
+        ("dp3.fsdp4.ep6", r"use ep in \(1, 2, 4, 12\)"),
+    ):
         with pytest.raises(LayoutError, match=words):
-            WithExperts.parse(text)
+            ParallelDims.parse(text)
 
 
 @settings(max_examples=50, deadline=None)

@@ -23,9 +23,9 @@ from lightning_realloc.layout import (
 )
 from lightning_realloc.layout.cuts import share_bounds
 from lightning_realloc.layout.model import balanced_stages
-from tests.layout.examples import SMALL, layout_pairs
+from tests.layout.examples import EXPERTS, SMALL, layout_pairs
 
-AXES_THAT_RUN = ("pp", "dp", "fsdp", "cp", "tp")
+AXES_THAT_RUN = ("pp", "dp", "fsdp", "cp", "tp", "ep")
 """Axes along which models run. All others exist in texts alone."""
 
 
@@ -36,7 +36,7 @@ def lay(text: str, model: ModelSpec = SMALL) -> ModelLayout:
 @pytest.mark.parametrize("axis", [field.name for field in fields(ParallelDims)])
 def test_an_axis_runs_or_is_refused(axis: str) -> None:
     try:
-        lay(f"{axis}2")
+        lay(*{"ep": ("fsdp2.ep2", EXPERTS)}.get(axis, (f"{axis}2",)))
     except LayoutError:
         assert axis not in AXES_THAT_RUN
     else:
@@ -52,6 +52,17 @@ def test_ranks_that_divide_rows_divide_the_query_heads_of_a_rank(text: str) -> N
     with pytest.raises(LayoutError, match=rf"must divide the query heads .*use cp in {legal}"):
         lay(text)
     lay("cp2.tp2")
+
+
+def test_ranks_that_divide_experts_get_equal_shares() -> None:
+    assert EXPERTS.expert_parallel_degrees(8) == (1, 2, 4)
+    assert SMALL.expert_parallel_degrees(8) == (1,)
+    assert lay("dp2.fsdp2.ep4", EXPERTS).gathered_shard("model.layers.0.experts.down_proj", 2).shape == (1, 12, 10)  # type: ignore[union-attr]
+    with pytest.raises(LayoutError, match=r"ep=3 must divide the number of experts of every layer; use ep in \(1,\)"):
+        lay("fsdp3.ep3", EXPERTS)
+    with pytest.raises(LayoutError, match=r"ep=2 is impossible for this model: it has no experts; use ep=1"):
+        lay("fsdp2.ep2")
+    assert lay("fsdp2.ep2", EXPERTS).subset({"model.layers.0.gate.weight"}).names(1) == ("model.layers.0.gate.weight",)
 
 
 @settings(max_examples=60, deadline=None)

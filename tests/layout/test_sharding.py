@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import (
-    FsdpCut,
     Layout,
     LocalShard,
     ModelLayout,
@@ -20,9 +19,10 @@ from lightning_realloc.layout import (
     chunk_bounds,
     local_shard,
     sharded,
+    sharded_experts,
     tiles,
 )
-from tests.layout.examples import ExpertCut, allows, cut_params
+from tests.layout.examples import JointCut, allows, cut_params, layouts
 
 
 def shard_at(
@@ -194,31 +194,50 @@ def test_a_cut_that_does_not_fit_its_parameter_is_refused(
 
 
 def test_the_ranks_of_two_axes_divide_one_dim_together() -> None:
-    # 5 experts over fsdp2 x tp2, in shares of 2, 1, 1 and 1; the second replica holds the same.
-    model = ModelSpec((ParamSpec("w", (5, 3), (ExpertCut(0),), "output"),), 0)
+    # 5 rows over fsdp2 x tp2, in shares of 2, 1, 1 and 1; the second replica holds the same.
+    model = ModelSpec((ParamSpec("w", (5, 3), (JointCut(0),), "output"),), 0)
     layout = ModelLayout(model, Layout.parse("dp2.fsdp2.tp2@0-3,5,4,6,7"))
     starts = [layout.pieces("w", rank)[0].region.starts[0] for rank in range(8)]
     assert starts == [0, 2, 3, 4, 2, 0, 3, 4]
     assert [layout.num_holders("w", rank) for rank in range(8)] == [2] * 8
-    assert layout.layout.group(1, *ExpertCut.axes) == (0, 1, 2, 3)
-    with pytest.raises(LayoutError, match=r"w: 8 ranks exceed the experts \(5\); use fsdp\*tp=5"):
+    assert layout.layout.group(1, *JointCut.axes) == (0, 1, 2, 3)
+    with pytest.raises(LayoutError, match=r"w: 8 ranks exceed the rows \(5\); use fsdp\*tp=5"):
         ModelLayout(model, Layout.parse("fsdp4.tp2"))
 
 
-class _InGroup(ExpertCut):
-    axes = ("ep",)
+@pytest.mark.parametrize(
+    ("text", "holders"),
+    [
+        # Experts 0-1 lie on even ranks; of these, FSDP shards over two.
+        ("fsdp4.ep2", {(0, 1): [0], (1, 2): [2], (2, 3): [1], (3, 4): [3]}),
+        ("dp2.fsdp2.ep2", {(0, 2): [0, 2], (2, 4): [1, 3]}),
+        ("dp2.fsdp2.ep4", {(0, 1): [0], (1, 2): [1], (2, 3): [2], (3, 4): [3]}),
+        ("dp4.ep2", {(0, 2): [0, 2], (2, 4): [1, 3]}),
+        ("fsdp2.cp2.ep2", {(0, 2): [0, 1], (2, 4): [2, 3]}),
+        ("fsdp2.tp2.ep2", {(0, 2): [0, 1], (2, 4): [2, 3]}),
+        ("pp2.fsdp2.ep2", {(0, 2): [2], (2, 4): [3]}),
+    ],
+)
+def test_experts_are_divided_over_the_data_parallel_ranks(text: str, holders: dict[tuple[int, int], list[int]]) -> None:
+    model = ModelSpec((ParamSpec("w", (4, 3), sharded_experts(), "output"),), 0, ep_refusal=None)
+    if text.startswith("pp"):
+        blocks = tuple(ParamSpec(f"b{index}", (1,), block=index) for index in range(2))
+        model = ModelSpec((*blocks, *model.params), 2, ep_refusal=None)
+    layout = ModelLayout(model, Layout.parse(text))
+    found = {piece.region: list(ranks) for shard, ranks in layout.holders("w") for piece in shard.pieces}
+    assert found == {Region((start, 0), (stop, 3)): ranks for (start, stop), ranks in holders.items()}
+    for ranks in holders.values():
+        assert [layout.num_holders("w", rank) for rank in ranks] == [len(ranks)] * len(ranks)
 
 
-class _OfGroups(FsdpCut):
-    axes = ("groups",)
-
-
-def test_an_axis_can_divide_the_ranks_of_others_anew() -> None:
-    # Pairs of ranks divide 4 experts; the two pairs of a replica of fsdp2 x tp2 divide the rows of each expert.
-    layout = Layout.parse("dp2.fsdp2.tp2")
-    layout._spans.update(ep=(2, 1), groups=(2, 2))
-    model = ModelLayout(ModelSpec((ParamSpec("w", (4, 6), (_InGroup(0), _OfGroups(1)), "output"),), 0), layout)
-    assert [layout.group(rank, "ep") for rank in (1, 6)] == [(0, 1), (6, 7)]
-    assert [model.pieces("w", rank)[0].region.starts for rank in range(4)] == [(0, 0), (2, 0), (0, 3), (2, 3)]
-    assert [ranks for _, ranks in model.holders("w")] == [(0, 4), (1, 5), (2, 6), (3, 7)]
-    assert model.num_holders("w", 0) == 2
+@settings(max_examples=60, deadline=None)
+@given(layouts())
+def test_the_axes_of_experts_fill_the_ranks_of_a_stage(layout: Layout) -> None:
+    axes = (*layout.expert_replica_axes, *layout.expert_shard_axes, *layout.expert_axes, *layout.tensor_axes)
+    stages = layout.groups("pp", *axes)
+    assert [sorted(stage) for stage in stages] == [sorted(layout.ranks)]
+    groups = layout.groups(*layout.expert_axes)
+    assert all(set(group) <= set(layout.batch_group(group[0])) for group in groups)
+    copies = layout.groups(*layout.weight_axes)
+    for part in (layout.expert_axes, layout.expert_shard_axes, layout.shard_axes):
+        assert all(any(set(group) <= set(copy) for copy in copies) for group in layout.groups(*part))

@@ -58,7 +58,8 @@ def describe_model(
         params.append(ParamSpec(name, tuple(model.get_parameter(name).shape), cuts, section, block))
     aliases = tuple((name, owner) for owner, names in owners.items() for name in names[1:])
     costs = _costs(model, blocks, places)
-    spec = ModelSpec(tuple(params), len(blocks), aliases, plan.refusal, count_heads(model, plan), costs)
+    whole = "its forward runs all experts on every rank"
+    spec = ModelSpec(tuple(params), len(blocks), aliases, plan.refusal, whole, count_heads(model, plan), costs)
     most_ranks = spec.tensor_parallel_degrees(max_tp)[-1]
     mixed = find_mixed_features(model, plan, most_ranks) if most_ranks > 1 else None
     return replace(spec, tp_refusal=spec.tp_refusal or mixed)

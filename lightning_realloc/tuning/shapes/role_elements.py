@@ -17,14 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_realloc.layout.cuts import Cut
-from lightning_realloc.layout.dims import AXES, Layout, ParallelDims
+from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelLayout, ParamSpec
 from lightning_realloc.layout.sharding import LocalShard
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory, is_adapted
 
 IntArray = NDArray[np.int64]
-CUTTING_AXES = tuple(axis for axis in AXES if axis not in (*Layout.stage_axes, *Layout.replica_axes))
-"""Axes along which ranks of one stage hold other elements. A rank's *position* is its index among ranks along them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,13 +225,13 @@ def elements_of(role: RoleMemory) -> RoleElements:
 
 
 def inside(dims: ParallelDims) -> ParallelDims:
-    """Return the degrees of one pipeline stage and one replica."""
-    return replace(dims, **dict.fromkeys((*Layout.stage_axes, *Layout.replica_axes), 1))
+    """Return the degrees of one pipeline stage and one copy of the weights, which ``ep`` may spread over ``dp``."""
+    return replace(dims, pp=1, dp=max(1, dims.ep // dims.fsdp), cp=1)
 
 
 def _place_in(layout: Layout, rank: int) -> tuple[int, int]:
-    """Return a rank's stage and position."""
-    return layout.share(rank, *layout.stage_axes).position, layout.share(rank, *CUTTING_AXES).position
+    """Return a rank's stage and position: its index among the ranks that hold one copy of the stage's weights."""
+    return layout.share(rank, *layout.stage_axes).position, layout.share(rank, *layout.weight_axes).position
 
 
 def _place(param: ParamSpec, num_blocks: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_realloc.layout.cluster import ClusterSpec
-from lightning_realloc.layout.dims import AXES, Layout
+from lightning_realloc.layout.dims import Layout
 from lightning_realloc.limits import MAX_STAGING_BYTES, PACK_BELOW_BYTES
 from lightning_realloc.tuning.shapes.role_elements import (
-    CUTTING_AXES,
     IntArray,
     RoleElements,
     Shards,
@@ -170,13 +169,9 @@ class _Mesh(NamedTuple):
     @classmethod
     def from_layout(cls, elements: RoleElements, layout: Layout) -> _Mesh:
         """Return the arrays of a layout."""
-        dims, ranks = layout.dims, np.array(layout.ranks)
-        along = dict(zip(AXES, np.unravel_index(np.arange(dims.size), dims.degrees), strict=True))
-        stage, position = (
-            np.ravel_multi_index([along[axis] for axis in axes], [layout.count(axis) for axis in axes])
-            for axes in (layout.stage_axes, CUTTING_AXES)
-        )
-        begin, end = elements.places(dims.pp)[:, stage]
+        ranks = np.array(layout.ranks)
+        stage, position = (_positions(layout, axes) for axes in (layout.stage_axes, layout.weight_axes))
+        begin, end = elements.places(layout.dims.pp)[:, stage]
         return cls(ranks, position, begin, end)
 
     def is_first(self, shard: IntArray, nodes: IntArray, family: int) -> NDArray[np.bool_]:
@@ -186,6 +181,15 @@ class _Mesh(NamedTuple):
         result = np.zeros(len(self.ranks), dtype=np.bool_)
         result[first] = True
         return result
+
+
+def _positions(layout: Layout, axes: Sequence[str]) -> IntArray:
+    """Return `Layout.share`'s position of every rank, in the layout's order."""
+    index = np.arange(len(layout.ranks))
+    position = np.zeros_like(index)
+    for degree, stride in layout.spans(axes):
+        position = position * degree + index // stride % degree
+    return position
 
 
 def _shards(elements: RoleElements, one: Layout, other: Layout) -> Iterator[tuple[Shards, Shards]]:
