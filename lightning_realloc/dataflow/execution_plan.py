@@ -241,7 +241,7 @@ class ExecutionPlan:
         Raises:
             PlanError: for a call without a layout, a layout without a call, a rank beyond ``world_size``, an unused
                 rank, an option that does not apply to its call, a generating call with ``cp > 1``, or with partners
-                and ``pp > 1`` or ``fsdp > 1``, or an entry of ``offload`` that cannot be offloaded.
+                and ``pp``, ``fsdp`` or ``ep`` above 1, or an entry of ``offload`` that cannot be offloaded.
         """
         wanted = {call.name for call in dataflow.model_calls}
         given = {name for name, _ in self.calls}
@@ -365,10 +365,10 @@ def _check_asked(name: str, layout: Layout) -> None:
             f"calls.{name}: environments talk to models on ranks that hold all layers, and layout {layout} has "
             f"pp={layout.dims.pp}; give it a layout with pp=1"
         )
-    if layout.is_sharded:
+    if layout.runs_in_lockstep:
         raise PlanError(
-            f"calls.{name}: all ranks of layout {layout} gather each block together, and environments of one rank ask "
-            f"models while the others generate; give it a layout with fsdp=1"
+            f"calls.{name}: all ranks of layout {layout} run each block together, and environments of one rank ask "
+            f"models while the others generate; give it a layout with fsdp=1 and ep=1"
         )
 
 

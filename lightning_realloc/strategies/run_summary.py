@@ -146,7 +146,7 @@ def _first_iterations_line(builder: PoolBuilder, plan: ExecutionPlan, *, keeps_g
         for call in flow.iteration_calls
         if call.kind == "generate" and graphs
         for dims in [plan.layout(call.name).dims]
-        if dims.fsdp == dims.pp == 1 and (dims.tp == 1 or graphs == "collective")
+        if dims.fsdp == dims.pp == dims.ep == 1 and (dims.tp == 1 or graphs == "collective")
     ]
     if metrics:
         extra.append(f"decoding steps are captured as CUDA graphs (seconds in {', '.join(metrics)})")

@@ -28,7 +28,7 @@ _MEANINGS: Mapping[Capability, str] = {
     "moves": "hands samples over to other ranks",
     "partners": "lets environments talk to models",
     "same_logprobs": "computes log-probabilities as training does",
-    "sharded": "runs where all ranks gather a model's blocks together",
+    "sharded": "runs where all ranks run a model's blocks together",
     "stages": "runs a model in pipeline stages",
     "stream": "reports tokens while it generates",
     "vllm": "runs vLLM",

@@ -7,6 +7,7 @@ import inspect
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import nn
@@ -17,6 +18,10 @@ from lightning_realloc.runtime.model.quantized import replacements_in_copy
 
 _OLD_BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$|\.inv_freq$")
 """Causal masks and rotary frequencies, which older versions of transformers saved with the weights."""
+
+_combined_classes: WeakKeyDictionary[type[nn.Module], WeakValueDictionary[type[nn.Module], type[nn.Module]]]
+_combined_classes = WeakKeyDictionary()
+"""Own class -> base -> class of both. Weak, because a class defined in a function may hold models."""
 
 
 def find_blocks(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
@@ -117,3 +122,15 @@ def copy_without_weights(model: nn.Module, others: Mapping[int, object] | None =
             empty = torch.empty_like(parameter, device="meta")
             replacements[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     return copy_model(model, replacements)
+
+
+def combined_class(base: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
+    """Return ``base`` with the forward of ``own`` inside, such as that of Gemma's scaled embedding."""
+    if issubclass(base, own):
+        return base
+    combined_by_base = _combined_classes.setdefault(own, WeakValueDictionary())
+    combined = combined_by_base.get(base)
+    if combined is None:
+        combined = type(f"{base.__name__.strip('_')}{own.__name__}", (base, own), {})
+        combined_by_base[base] = combined
+    return combined

@@ -21,7 +21,9 @@ from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import AXES, Layout
 from lightning_realloc.runtime.messages.objects import gather_objects
 
-_GROUPED_AXES = (*((axis,) for axis in AXES), Layout.batch_axes, Layout.replica_axes, Layout.shard_axes, AXES)
+_AXES_OF_EXPERTS = (Layout.expert_axes, Layout.expert_replica_axes, Layout.expert_shard_axes)
+_AXES_OF_FSDP = (Layout.batch_axes, Layout.replica_axes, Layout.shard_axes)
+_GROUPED_AXES = (*((axis,) for axis in AXES), *_AXES_OF_FSDP, *_AXES_OF_EXPERTS, AXES)
 _Groups = dict[tuple[int, ...], dist.ProcessGroup | None]
 _groups_by_world: WeakKeyDictionary[dist.ProcessGroup, _Groups] = WeakKeyDictionary()
 """Default group -> ordered ranks -> group, without groups of all ranks. The key of the host group is ``_HOST``."""
@@ -108,21 +110,26 @@ class MeshRegistry:
         """
         if not (layout.is_sharded or layout.has_replicas):
             raise LayoutError(f"layout {layout} has one copy of the weights and nothing to shard; do not wrap it")
-        replicas = layout.group(self.rank, *layout.replica_axes)
-        rows = tuple(layout.group(rank, *layout.shard_axes) for rank in replicas)
-        if rows not in self._meshes:
-            self._meshes[rows] = self._new_mesh(layout, rows)
-        return self._meshes[rows]
+        return self._mesh(layout, layout.replica_axes, layout.shard_axes)
 
-    def _new_mesh(self, layout: Layout, rows: tuple[tuple[int, ...], ...]) -> DeviceMesh:
-        names = ".".join(layout.replica_axes), ".".join(layout.shard_axes)
-        shards = self._existing(layout.group(self.rank, *layout.shard_axes), layout)
+    def expert_mesh(self, layout: Layout) -> DeviceMesh:
+        """Return the mesh over which FSDP shards this rank's experts, as `fsdp_mesh` does; it may have one rank."""
+        return self._mesh(layout, layout.expert_replica_axes, layout.expert_shard_axes)
+
+    def _mesh(self, layout: Layout, replica_axes: tuple[str, ...], shard_axes: tuple[str, ...]) -> DeviceMesh:
+        replicas = layout.group(self.rank, *replica_axes)
+        rows = tuple(layout.group(rank, *shard_axes) for rank in replicas)
+        if rows in self._meshes:
+            return self._meshes[rows]
+        names = ".".join(replica_axes), ".".join(shard_axes)
+        shards = self._existing(layout.group(self.rank, *shard_axes), layout)
         if len(rows) == 1:
-            return DeviceMesh.from_group(shards, self.device_type, mesh_dim_names=names[1:])
-        replicas = self._existing(layout.group(self.rank, *layout.replica_axes), layout)
-        return DeviceMesh.from_group(
-            [replicas, shards], self.device_type, mesh=torch.tensor(rows), mesh_dim_names=names
-        )
+            mesh = DeviceMesh.from_group(shards, self.device_type, mesh_dim_names=names[1:])
+        else:
+            both = [self._existing(replicas, layout), shards]
+            mesh = DeviceMesh.from_group(both, self.device_type, mesh=torch.tensor(rows), mesh_dim_names=names)
+        self._meshes[rows] = mesh
+        return mesh
 
     def _existing(self, ranks: tuple[int, ...], layout: Layout) -> dist.ProcessGroup:
         group = self._groups.get(ranks)
@@ -146,8 +153,9 @@ def _common_groups() -> _Groups:
 
 def rank_groups(layout: Layout) -> Iterable[tuple[int, ...]]:
     """Yield the ranks of every group that a layout needs; layouts share groups of the same ranks."""
+    # For dp > 1 and fsdp = 1, FSDP's mesh has groups of one rank along "fsdp", and that of experts may have.
+    of_one = [layout.shard_axes] * layout.has_replicas + [layout.expert_shard_axes] * (layout.dims.ep > 1)
     for axes in _GROUPED_AXES:
         for ranks in layout.groups(*axes):
-            # For dp > 1 and fsdp = 1, FSDP's mesh has groups of one rank along "fsdp".
-            if len(ranks) > 1 or (axes == layout.shard_axes and layout.has_replicas):
+            if len(ranks) > 1 or axes in of_one:
                 yield ranks

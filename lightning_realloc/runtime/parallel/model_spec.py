@@ -13,10 +13,11 @@ from typing import Any
 from torch import nn
 
 from lightning_realloc.errors import LayoutError
-from lightning_realloc.layout import ModelSpec, ParamSpec, sharded
+from lightning_realloc.layout import ModelSpec, ParamSpec, sharded, sharded_experts
 from lightning_realloc.layout.model import Section
 from lightning_realloc.limits import EXPERT_COUNT_KEYS
 from lightning_realloc.runtime.model.quantized import quantized_layers
+from lightning_realloc.runtime.model.stacked_experts import stacked_experts, undivided_experts
 from lightning_realloc.runtime.model.structure import find_blocks, tied_names
 from lightning_realloc.runtime.parallel.tp_check import find_mixed_features
 from lightning_realloc.runtime.parallel.tp_plan import count_heads, read_tp_plan
@@ -48,18 +49,19 @@ def describe_model(
         raise LayoutError(f"{type(model).__name__} has no parameters to lay out; pass the model with its modules")
     plan = read_tp_plan(model, tp_plan)
     blocks = [name for name, _ in find_blocks(model)]
-    places = _places(model, blocks)
+    places, undivided = _places(model, blocks), undivided_experts(model)
+    experts = stacked_experts(model) if undivided is None else {}
+    stacked = {f"{name}.{inner}" for name, module in experts.items() for inner, _ in module.named_parameters()}
     params = []
     for name, names in owners.items():
         section, block = places[name]
         if section == "input" and {places[tied][0] for tied in names[1:]} == {"output"}:
             section = "ends"
-        cuts = sharded(plan.cuts.get(name))
+        cuts = (sharded_experts if name in stacked else sharded)(plan.cuts.get(name))
         params.append(ParamSpec(name, tuple(model.get_parameter(name).shape), cuts, section, block))
     aliases = tuple((name, owner) for owner, names in owners.items() for name in names[1:])
     costs = _costs(model, blocks, places)
-    whole = "its forward runs all experts on every rank"
-    spec = ModelSpec(tuple(params), len(blocks), aliases, plan.refusal, whole, count_heads(model, plan), costs)
+    spec = ModelSpec(tuple(params), len(blocks), aliases, plan.refusal, undivided, count_heads(model, plan), costs)
     most_ranks = spec.tensor_parallel_degrees(max_tp)[-1]
     mixed = find_mixed_features(model, plan, most_ranks) if most_ranks > 1 else None
     return replace(spec, tp_refusal=spec.tp_refusal or mixed)

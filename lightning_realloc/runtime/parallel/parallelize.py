@@ -1,13 +1,14 @@
-"""Apply a layout to a model with full weights or none: tensor and context parallelism, pipeline stages, then FSDP2.
+"""Apply a layout to a model with full weights or none: tensor, expert and context parallelism, stages, then FSDP2.
 
-Tensor parallelism slices plain tensors. Context parallelism slices rows of tokens, and no weights. Modules of other
-pipeline stages are removed. FSDP2 wraps each remaining block and the root. The resulting shard of every parameter is
-the one that `ModelLayout` computes.
+Tensor and expert parallelism slice plain tensors. Context parallelism slices rows of tokens, and no weights. Modules of
+other pipeline stages are removed. FSDP2 wraps each remaining block, its experts if ranks divide them, and the root. The
+resulting shard of every parameter is the one that `ModelLayout` computes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -15,8 +16,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import Layout, ModelLayout
+from lightning_realloc.runtime.forward.expert_parallel import divide_experts
 from lightning_realloc.runtime.forward.packed_attention import install_packed_attention, transformers_model
+from lightning_realloc.runtime.forward.peer_group import PeerGroup
 from lightning_realloc.runtime.forward.token_group import TokenGroup
+from lightning_realloc.runtime.model.stacked_experts import stacked_experts
 from lightning_realloc.runtime.model.structure import find_blocks
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.stage import cut_stage
@@ -58,18 +62,30 @@ def parallelize(
             "pass None and run the model under torch.autocast"
         )
     is_cut = tensor_parallelize(model, layout, meshes, tp_plan=tp_plan)
+    is_cut |= expert_parallelize(model, layout, meshes)
     context_parallelize(model, layout, meshes)
     if layout.dims.pp > 1:
         cut_stage(model, model_layout, meshes.rank)
     if is_cut:
         slice_parameters(model, model_layout, meshes.rank)
     if wraps:
-        mesh, policy = meshes.fsdp_mesh(layout), mixed_precision or MixedPrecisionPolicy()
-        for _, block in find_blocks(model):
-            if any(True for _ in block.parameters()):  # not a placeholder for another stage's block
-                fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+        _wrap(model, layout, meshes, mixed_precision or MixedPrecisionPolicy())
     return model
+
+
+def _wrap(model: nn.Module, layout: Layout, meshes: MeshRegistry, policy: MixedPrecisionPolicy) -> None:
+    """Let FSDP shard and average each block and the root, and divided experts over the ranks that hold the same."""
+    mesh = meshes.fsdp_mesh(layout)
+    for _, block in find_blocks(model):
+        if not any(True for _ in block.parameters()):  # a placeholder for another stage's block
+            continue
+        if layout.dims.ep > 1:
+            for experts in stacked_experts(block).values():
+                # The router's weights keep their dtype, as inside of a block that casts its own inputs alone.
+                own = replace(policy, cast_forward_inputs=False)
+                fully_shard(experts, mesh=meshes.expert_mesh(layout), mp_policy=own)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def tensor_parallelize(
@@ -86,6 +102,17 @@ def tensor_parallelize(
     peers = install_tensor_parallel(model, layout, group, meshes.rank, tp_plan=tp_plan)
     if meshes.device_type == "cpu":
         peers.inference_sum = SharedMemoryAllReduce.create(group)
+    return True
+
+
+def expert_parallelize(model: nn.Module, layout: Layout, meshes: MeshRegistry) -> bool:
+    """Make stacked experts run on this rank's share of them; return False if the layout has ep=1."""
+    group = meshes.group(layout, *layout.expert_axes)
+    if group is None:
+        return False
+    peers = PeerGroup(group, layout.group(meshes.rank, *layout.expert_axes), meshes.rank)
+    for experts in stacked_experts(model).values():
+        divide_experts(experts, peers)
     return True
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import ModelLayout
-from lightning_realloc.runtime.forward.tp_group import TensorParallelGroup
+from lightning_realloc.runtime.forward.peer_group import PeerGroup
 from lightning_realloc.runtime.model.recorded_init import weight_values
 from lightning_realloc.runtime.model.structure import copy_without_weights, replace_parameter, tied_names
 from lightning_realloc.runtime.transfer.point_to_point import region_view
@@ -122,7 +122,7 @@ def weightless_copy(model: nn.Module) -> nn.Module:
     Raises LayoutError for a model that `parallelize` has distributed, whose shapes and forwards belong to one layout.
     """
     if any(
-        isinstance(module, FSDPModule) or isinstance(vars(module).get("tp_group"), TensorParallelGroup)
+        isinstance(module, FSDPModule) or any(isinstance(value, PeerGroup) for value in vars(module).values())
         for module in model.modules()
     ):
         raise LayoutError("the model must be undivided; call weightless_copy before parallelize")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
-from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,7 @@ from lightning_realloc.runtime.forward.tp_group import (
     sum_gradient_over,
 )
 from lightning_realloc.runtime.forward.vocab_parallel_logits import VocabParallelLogits
-from lightning_realloc.runtime.model.structure import replace_parameter, tied_names
+from lightning_realloc.runtime.model.structure import combined_class, replace_parameter, tied_names
 from lightning_realloc.runtime.parallel.tp_plan import (
     PARTIAL_GRADIENT,
     REPLICATE,
@@ -232,9 +231,6 @@ _CLASS_BY_STYLE: dict[str, type[_TensorParallelModule]] = {
     "embedding_colwise": _FeatureEmbedding,
     PARTIAL_GRADIENT: _PartialGradientModule,
 }
-_combined_classes: WeakKeyDictionary[type[nn.Module], WeakValueDictionary[type[nn.Module], type[nn.Module]]]
-_combined_classes = WeakKeyDictionary()
-"""Own class -> base of this module -> class of both. Weak, because a class defined in a function may hold models."""
 
 
 @contextlib.contextmanager
@@ -275,20 +271,8 @@ def _convert(module: nn.Module, name: str, style: str, plan: TensorParallelPlan,
         if module.padding_idx is not None:  # must be an index into the local weight
             local = module.padding_idx - first
             module.padding_idx = local if 0 <= local < length else None
-    module.__class__ = _with_own_forward(base, type(module))
+    module.__class__ = combined_class(base, type(module))
     vars(module)["tp_group"] = group
-
-
-def _with_own_forward(base: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
-    """Return ``base`` with the forward of ``own`` inside, for example Gemma's scaled embedding."""
-    if issubclass(base, own):
-        return base
-    combined_by_base = _combined_classes.setdefault(own, WeakValueDictionary())
-    combined = combined_by_base.get(base)
-    if combined is None:
-        combined = type(f"{base.__name__.strip('_')}{own.__name__}", (base, own), {})
-        combined_by_base[base] = combined
-    return combined
 
 
 def _is_uneven(layer: nn.Module, cut: TensorParallelCut, layout: Layout) -> bool:

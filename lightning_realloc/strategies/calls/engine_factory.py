@@ -102,10 +102,10 @@ class EngineFactory(ABC):
         """
         name = self._algorithm.engine
         require_capability("partners", f"partners={list(call.partners)}", engine=name, error=GenerationError)
-        if replica.layout.is_sharded:
+        if replica.layout.runs_in_lockstep:
             raise GenerationError(
-                f"{call.name} runs in the layout {replica.layout}, whose blocks are gathered by all ranks together, "
-                f"and environments of one rank talk to models when others do not; give it a layout with fsdp=1"
+                f"{call.name} runs in the layout {replica.layout}, whose blocks are run by all ranks together, and "
+                f"environments of one rank talk to models when others do not; give it a layout with fsdp=1 and ep=1"
             )
         if self._algorithm.generation_options.sample_reallocation and replica.layout.dims.tp > 1:
             raise GenerationError(
@@ -140,10 +140,10 @@ class EngineFactory(ABC):
             asked = "generate with batch_invariant=True"
         if "sharded" not in CAPABILITIES[self._algorithm.engine]:
             asked = f"generate by engine={self._algorithm.engine!r}"
-        if replica.layout.is_sharded and asked is not None:
+        if replica.layout.runs_in_lockstep and asked is not None:
             raise GenerationError(
-                f"{call.name} runs in the layout {replica.layout}, whose blocks are gathered by all ranks together, "
-                f"and cannot {asked}; give it a layout with fsdp=1, or another engine or drafter"
+                f"{call.name} runs in the layout {replica.layout}, whose blocks are run by all ranks together, and "
+                f"cannot {asked}; give it a layout with fsdp=1 and ep=1, or another engine or drafter"
             )
 
     def _check_stages(self, call: ModelFunctionCall, replica: Replica) -> None:

@@ -119,7 +119,9 @@ class NativeEngines(EngineFactory):
         self._kept |= last
 
     def _lockstep(self, replica: Replica) -> Lockstep | None:
-        group = self._context.pool.meshes.batch_group(replica.layout) if replica.layout.is_sharded else None
+        if not replica.layout.runs_in_lockstep:
+            return None
+        group = self._context.pool.meshes.batch_group(replica.layout)
         return None if group is None else Lockstep(group, self._context.device)
 
     def _moves(self, peers: tuple[int, ...]) -> Peers | None:

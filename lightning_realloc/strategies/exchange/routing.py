@@ -102,10 +102,10 @@ class Fusion:
             lengths: Tokens of each sample in the chunk.
         """
         place = self.placements[call.name]
-        is_sharded, num_shares = place.layout.is_sharded, place.layout.data_parallel_size
+        in_step, num_shares = place.layout.runs_in_lockstep, place.layout.data_parallel_size
         limit = place.micro_batch_tokens
-        plans = micro_batch_plan(lengths, num_shares, max_tokens=limit, equal_counts=is_sharded, call=call.name)
-        return tuple(tuple(micro for micro in plan if micro.counts or is_sharded) for plan in plans)
+        plans = micro_batch_plan(lengths, num_shares, max_tokens=limit, equal_counts=in_step, call=call.name)
+        return tuple(tuple(micro for micro in plan if micro.counts or in_step) for plan in plans)
 
     def chunk_positions(self, source: ModelFunctionCall, rank: int, lengths: Sequence[int]) -> tuple[int, ...]:
         """Return the positions of a chunk that ``rank`` works on in any fused call, ascending."""
@@ -220,7 +220,7 @@ class Routes:
                 place = self.placements[call.name]
                 plan = micro_batch_plan(
                     table.lengths, place.layout.data_parallel_size, max_tokens=place.micro_batch_tokens,
-                    equal_counts=place.layout.is_sharded, group_size=self.group_size, call=call.name,
+                    equal_counts=place.layout.runs_in_lockstep, group_size=self.group_size, call=call.name,
                 )  # fmt: skip
             self._infers[call.name] = plan
         return self._infers[call.name]
@@ -240,7 +240,7 @@ class Routes:
             place, positions, lengths = self.placements[call.name], table.trained_positions, table.lengths
             steps = train_steps(
                 [lengths[position] for position in positions], place.train_options, place.layout.data_parallel_size,
-                max_tokens=place.micro_batch_tokens, equal_counts=place.layout.is_sharded,
+                max_tokens=place.micro_batch_tokens, equal_counts=place.layout.runs_in_lockstep,
                 order_seeds=place.order_seeds, group_size=self.group_size, call=call.name,
             )  # fmt: skip
             self._trains[call.name] = tuple(step.reindexed(positions) for step in steps)

@@ -349,7 +349,8 @@ class ModelPool:
         """
         target = self.target(call)
         home, may_be_merged = self.home(target.role), adapter_config(target.model) is not None
-        if may_be_merged or needs_fsdp(target.model, target.layout) or target.role in self.plan.offload:
+        is_collective = target.layout.runs_in_lockstep or needs_fsdp(target.model, target.layout)
+        if may_be_merged or is_collective or target.role in self.plan.offload:
             return None
         if target.layout == home.layout and target is not home and self._has_dtype_of_copies(home.role):
             reshard(home.model)

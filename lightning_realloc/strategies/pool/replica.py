@@ -18,7 +18,12 @@ from lightning_realloc.layout.model import ModelLayout
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.model.structure import tied_names
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
-from lightning_realloc.runtime.parallel.parallelize import context_parallelize, parallelize, tensor_parallelize
+from lightning_realloc.runtime.parallel.parallelize import (
+    context_parallelize,
+    expert_parallelize,
+    parallelize,
+    tensor_parallelize,
+)
 from lightning_realloc.runtime.parallel.shards import (
     allocate_weights,
     bind_tensors,
@@ -126,6 +131,7 @@ def prepare_copy(
         allocate_weights(model, options.facts.device)
         return model
     tensor_parallelize(model, target.layout, meshes, tp_plan=tp_plan)
+    expert_parallelize(model, target.layout, meshes)
     context_parallelize(model, target.layout, meshes)
     if target.layout.dims.pp > 1:
         cut_stage(model, target, options.facts.rank)

@@ -177,8 +177,8 @@ def _obstacle(call: ModelFunctionCall, dataflow: Dataflow, plan: ExecutionPlan) 
     shared = sorted(set(home.ranks) & set(layout.ranks))
     if shared:
         return f"rank {shared[0]} trains and generates"
-    if layout.is_sharded:
-        return f"the ranks of {layout} gather each block's weights together"
+    if layout.runs_in_lockstep:
+        return f"the ranks of {layout} run each block together"
     if layout.count(*Layout.stage_axes) > 1:
         return f"the stages of {layout} have to take them at the same step"
     if role in plan.offload:

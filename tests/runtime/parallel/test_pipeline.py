@@ -52,6 +52,8 @@ def test_two_stages_of_every_family_equal_one_process(workers: WorkerPool) -> No
         Case("llama", "pp4", num_layers=5),
         Case("llama", "pp2.fsdp2"),
         Case("qwen3", "pp2.tp2"),
+        Case("mixtral", "pp2.fsdp2.ep2", num_layers=3, checkpointing=True),
+        Case("mixtral", "pp2.dp2.ep2@3,1,2,0"),
         *(Case(family, f"pp2.{axis}2", TIED) for family in ("llama", "qwen2") for axis in ("dp", "fsdp", "tp")),
         Case("gpt2", "pp3.fsdp1@2,0,3", TIED, num_layers=3),
     ],

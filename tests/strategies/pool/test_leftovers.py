@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from lightning_realloc.algorithms.grpo import GRPO
 from lightning_realloc.generation import Speculation
-from lightning_realloc.runtime.parallel.tensor_parallel import _VocabularyEmbedding, _with_own_forward
+from lightning_realloc.runtime.model.structure import combined_class
+from lightning_realloc.runtime.parallel.tensor_parallel import _VocabularyEmbedding
 from lightning_realloc.strategies import ReallocStrategy
 from tests.devices import CPU_ALONE
 from tests.models import byte_tokenizer, tiny_model
@@ -177,8 +178,8 @@ def test_a_class_made_for_tensor_parallelism_is_freed_with_its_modules() -> None
     class Scaled(nn.Embedding):
         """A user's class."""
 
-    combined = _with_own_forward(_VocabularyEmbedding, Scaled)
-    assert _with_own_forward(_VocabularyEmbedding, Scaled) is combined
+    combined = combined_class(_VocabularyEmbedding, Scaled)
+    assert combined_class(_VocabularyEmbedding, Scaled) is combined
     references = [weakref.ref(combined), weakref.ref(Scaled)]
     del combined, Scaled
     assert alive(references) == []

@@ -1,0 +1,107 @@
+"""Ranks that divide the experts of layers give the losses, gradients and updates of one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_realloc.errors import LayoutError
+from lightning_realloc.layout import Layout, ModelLayout
+from lightning_realloc.runtime.model.stacked_experts import undivided_experts
+from lightning_realloc.runtime.parallel.model_spec import describe_model
+from tests.matrices import few_and_more
+from tests.models import tiny_model
+from tests.runtime.parallel.pipeline_cases import move_weights_between_layouts
+from tests.runtime.reference import Case, train_beside_the_reference
+from tests.workers import WorkerPool
+
+EXPERTS = "model.layers.*.mlp.experts"
+WHOLE_EXPERTS = {
+    EXPERTS: "replicate", f"{EXPERTS}.gate_up_proj": "replicate", f"{EXPERTS}.down_proj": "replicate",
+}  # fmt: skip
+"""Plan of a model whose tensor-parallel ranks each compute all experts."""
+
+EAGER = {"experts_implementation": "eager"}
+
+
+@dataclass(frozen=True)
+class OneSided(Case):
+    """A router without preferences: all tokens go to the first experts, and some ranks get none."""
+
+    def build(self) -> nn.Module:
+        """Return the model of the case with routers of zeros."""
+        model = super().build()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("mlp.gate.weight"):
+                    parameter.zero_()
+        return model
+
+
+@few_and_more(
+    [
+        Case("mixtral", "fsdp2.ep2@1,0", checkpointing=True, num_micro_batches=2),
+        Case("qwen3_moe", "dp2.fsdp2.ep4"),
+        Case("deepseek_v3", "fsdp4.ep2@3,1,2,0"),
+        OneSided("mixtral", "dp2.ep2@2,3"),
+    ],
+    [
+        *(Case(family, layout) for family in ("mixtral", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3", "gpt_oss")
+          for layout in ("fsdp2.ep2", "dp2.ep2", "fsdp4.ep2", "fsdp4.ep4", "dp4.ep2", "dp2.fsdp2.ep2")),
+        Case("mixtral", "fsdp2.tp2.ep2", tp_plan=WHOLE_EXPERTS),
+        Case("mixtral", "fsdp2.ep2", overrides=EAGER),
+        Case("mixtral", "fsdp2.ep2", overrides={"experts_implementation": "batched_mm"}),
+        OneSided("mixtral", "fsdp2.ep2", overrides=EAGER, checkpointing=True),
+        Case("mixtral", "fsdp4.ep2", lora_modules=("q_proj", "o_proj")),
+        Case("mixtral", "fsdp2.ep2", num_labels=1),
+        Case("qwen3_moe", "dp4.ep2", overrides=EAGER, dtype=torch.float64, tolerance=1e-9),
+    ],
+)  # fmt: skip
+def test_ranks_that_divide_experts_train_like_one_process(workers: WorkerPool, cases: list[Case]) -> None:
+    answers = workers.run(train_beside_the_reference, cases, deadline_s=170.0)
+    assert any(answers)
+    for rank, differences in enumerate(answers):
+        for case, found in differences.items():
+            assert not found, f"rank {rank}, {case}: {found[:6]}"
+
+
+def test_experts_move_between_layouts_bit_for_bit(workers: WorkerPool) -> None:
+    pairs = [
+        ("fsdp4.ep2", "dp4.ep4@3,1,2,0"), ("dp2.fsdp2.ep4", "dp1@2"), ("dp2.ep2@1,3", "pp2.fsdp2.ep2"),
+        ("fsdp4", "dp2.fsdp2.ep2"),
+    ]  # fmt: skip
+    assert workers.run(move_weights_between_layouts, "mixtral", pairs) == [[]] * 4
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3", "gpt_oss"])
+def test_the_experts_of_every_family_can_be_divided(family: str) -> None:
+    model = tiny_model(family)
+    spec = describe_model(model, max_tp=1)
+    laid_out = ModelLayout(spec, Layout.parse("fsdp4.ep2"))
+    divided = {name for name, weight in model.named_parameters() if ".experts." in name and weight.ndim > 1}
+    for param in spec.params:
+        whole = laid_out.gathered_shard(param.name, 0)
+        assert whole is not None
+        share = 2 if param.name in divided or ".experts." in param.name else 1
+        assert whole.shape == (param.shape[0] // share, *param.shape[1:])
+    assert spec.expert_parallel_degrees(4) == (1, 2, 4)
+
+
+def test_experts_that_ranks_cannot_divide_are_refused_by_name() -> None:
+    with pytest.raises(LayoutError, match=r"ep=2 is impossible for this model: it has no experts; use ep=1"):
+        ModelLayout(describe_model(tiny_model("llama"), max_tp=1), Layout.parse("fsdp2.ep2"))
+    with pytest.raises(LayoutError, match=r"use ep in \(1, 2\)"):
+        ModelLayout(describe_model(tiny_model("mixtral", num_local_experts=6), max_tp=1), Layout.parse("dp4.ep4"))
+    model: Any = tiny_model("mixtral")
+    experts = model.model.layers[1].mlp.experts
+    experts.norm = nn.LayerNorm(4)
+    assert (
+        undivided_experts(model) == "model.layers.1.mlp.experts.norm.weight belongs to all experts of a layer together"
+    )
+    del experts.norm
+    experts.scale = nn.Parameter(torch.ones(7))
+    assert "experts.scale of shape (7,) is not stacked by its num_experts=4" in str(undivided_experts(model))
