@@ -12,18 +12,20 @@ RUN := $(VENV)/bin/python -m
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export NO_MKDOCS_2_WARNING = 1
-# Dozens of processes import the same files: what one has compiled the others read.
+# pip would compile four times as many files as the tests import. Dozens of processes import these: what one has compiled
+# the others read.
+export PIP_COMPILE = 0
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-all lint lint-types lint-rest docs demo demo-real demo-agent real-model vllm-env bench chaos bad-input resume soak seeded-faults test-gpu test-emulated-gpu test-multinode test-ray clean
+.PHONY: test test-all check lint lint-types lint-rest docs demo demo-real demo-agent real-model vllm-env bench chaos bad-input resume soak seeded-faults test-gpu test-emulated-gpu test-multinode test-ray clean
 
 PYTEST = $(RUN) pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-test: lint
+test: check
 	$(PYTEST)
 
 # The long matrices as well: every family, layout and example, notebooks, resumed runs and generated mistakes.
-test-all: lint
+test-all: check
 	$(PYTEST) --all
 	$(RUN) tests.resume
 	$(RUN) tests.bad_input --cases 2000
@@ -31,6 +33,14 @@ test-all: lint
 # mypy takes as long as all others: they run at the same time.
 lint: $(VENV)/.ready
 	@$(MAKE) --no-print-directory --jobs 2 lint-types lint-rest
+
+check: $(VENV)/.ready
+	@$(MAKE) --no-print-directory --jobs 2 lint-types lint-rest $(VENV)/.compiled
+
+# In a new environment one process compiles what all pytest's processes import. They report errors of collection.
+$(VENV)/.compiled: $(VENV)/.ready
+	-@$(RUN) pytest --collect-only -qq > /dev/null
+	@touch $@
 
 lint-types:
 	$(RUN) mypy
