@@ -215,13 +215,13 @@ class Waiting(Talking):
         return await super().step(message)
 
 
-@pytest.mark.parametrize(("own_s", "bound"), [(0.0, "deadline_s"), (0.0, "episode_deadline_s"), (0.6, "deadline_s")])
+@pytest.mark.parametrize(("own_s", "bound"), [(0.0, "deadline_s"), (0.0, "episode_deadline_s"), (0.8, "deadline_s")])
 def test_waiting_for_a_partner_counts_in_no_deadline(own_s: float, bound: str) -> None:
-    stage = Stage(type("Waiting", (Waiting,), {"own_s": own_s}), max_turns=2, retries=0, **{bound: 0.3})
+    stage = Stage(type("Waiting", (Waiting,), {"own_s": own_s}), max_turns=2, retries=0, **{bound: 0.5})
     generate = stage.partner.generate
 
     def slow(*arguments: Any, **named: Any) -> Any:
-        time.sleep(0.5)
+        time.sleep(0.8)
         return generate(*arguments, **named)
 
     stage.partner.generate = slow  # type: ignore[method-assign]
@@ -229,9 +229,9 @@ def test_waiting_for_a_partner_counts_in_no_deadline(own_s: float, bound: str) -
     failed = [talk["failure"] for talk in talks if talk["failure"]]
     asked = [talk for talk in talks if talk["seconds"]]
     assert failed if own_s else asked and not failed
-    assert all(f"within {bound}=0.3" in failure for failure in failed)
-    assert all(seconds < 0.3 for talk in asked for seconds in talk["seconds"])
-    assert stage.actor.stats.waited_s < 0.3 * (2 if own_s else 1)
+    assert all(f"within {bound}=0.5" in failure for failure in failed)
+    assert all(seconds < 0.5 for talk in asked for seconds in talk["seconds"])
+    assert stage.actor.stats.waited_s < 0.8 * (2 if own_s else 1)
 
 
 class Wrong(MessageEnvironment):
