@@ -9,6 +9,7 @@ nothing is remembered.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -19,10 +20,17 @@ _PLAIN = (str, int, float, tuple, list, type(None))
 def remember_dry_runs() -> None:
     """Replace both checks in this process by ones that remember which structures passed."""
     from lightning_realloc.runtime.forward import packed_attention
-    from lightning_realloc.runtime.parallel import tp_check
+    from lightning_realloc.runtime.parallel import model_spec
 
     packed_attention._check_segments = _remembered(packed_attention._check_segments)
-    tp_check._mixed_layer = _remembered(tp_check._mixed_layer)
+    model_spec.find_mixed_features = _remembered(model_spec.find_mixed_features)
+
+
+def remember_entry_points() -> None:
+    """Let Lightning look for callbacks of installed packages once, instead of for every Trainer."""
+    from lightning.fabric.utilities import registry
+
+    registry.entry_points = cache(registry.entry_points)  # type: ignore[attr-defined]
 
 
 def _remembered(check: Callable[..., Any]) -> Callable[..., Any]:

@@ -34,7 +34,7 @@ NEEDED = (
     "lightning_realloc.strategies.lightning.process_group",
     "tests.dry_runs",
     "lightning_realloc.runtime.forward.packed_attention",
-    "lightning_realloc.runtime.parallel.tp_check",
+    "lightning_realloc.runtime.parallel.model_spec",
 )
 """Modules of every run."""
 PRELOADED = (
@@ -255,9 +255,10 @@ def _serve(connection: Connection, log: Path) -> None:
     sys.stdout = sys.stderr = stream
     faulthandler.enable(stream)
     gc.freeze()  # collecting imported objects takes half a second at the end of every run
-    from tests.dry_runs import remember_dry_runs
+    from tests.dry_runs import remember_dry_runs, remember_entry_points
 
     remember_dry_runs()
+    remember_entry_points()
     threading.Thread(target=_leave_with_parent, daemon=True, name="leave-with-parent").start()
     while True:
         try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -91,6 +91,8 @@ class PoolBuilder:
     """Decisions of callbacks about weights."""
     pushes_weights: bool = False
     """Whether trained weights travel in the background to ranks that only generate."""
+    _described: dict[str, RoleMemory] = field(default_factory=dict, init=False)
+    """Role -> its description, once one was asked for."""
 
     @property
     def dataflow(self) -> Dataflow:
@@ -241,10 +243,11 @@ class PoolBuilder:
 
     def describe_roles(self) -> dict[str, RoleMemory]:
         """Return role -> its description for estimates. The module keeps it once its models are laid out."""
-        kept: dict[str, RoleMemory] | None = vars(self.module).get(_ROLES_ATTRIBUTE)
-        if kept is not None and kept.keys() >= set(self.dataflow.roles):
+        kept: dict[str, RoleMemory] = vars(self.module).get(_ROLES_ATTRIBUTE, self._described)
+        if kept.keys() >= set(self.dataflow.roles):
             return kept
         roles = describe_roles(self.module.roles(), self.options.tp_plans, max_tp=self.facts.world_size)
+        self._described.update(roles)
         if _POOL_ATTRIBUTE in vars(self.module):
             setattr(self.module, _ROLES_ATTRIBUTE, roles)
         return roles

@@ -66,7 +66,8 @@ def test_differing_versions_are_named_together() -> None:
 def error_of_other_versions() -> str:
     """Return the error of a check in which every rank reads another version of every package."""
     check_nodes(2)
-    with mock.patch.object(nodes, "version", lambda package: f"{torch.distributed.get_rank()}.0"):
+    version = f"{torch.distributed.get_rank()}.0"
+    with mock.patch.object(nodes, "_installed_versions", lambda: {"lightning-realloc": version, "torch": version}):
         try:
             check_nodes(2)
         except ConfigError as error:
