@@ -18,6 +18,7 @@ from lightning_realloc.environments.tool_environment import (
     plain_environment,
 )
 from lightning_realloc.environments.tools.tool import Tool, check_distinct, tools_of
+from lightning_realloc.environments.tools.tool_calls import DEFAULT_DEADLINE_S
 from lightning_realloc.environments.trl_environment import TrlEnvironment, has_trl_contract
 from lightning_realloc.errors import ConfigError, describe_error
 from lightning_realloc.rewards.signatures import check_returns, import_function
@@ -43,13 +44,22 @@ class EnvironmentFactory:
     Args:
         source: An environment, see `MessageSource`; None: the tools alone.
         tools: Tools of every environment, besides its own.
+        tool_deadline_s: Most seconds of one call of a tool, unless a `ToolEnvironment` has a bound of its own. Keep it
+            below the deadline of the turn, which fails the response.
 
     Raises:
         ConfigError: for settings of which no environment can be made.
     """
 
-    def __init__(self, source: MessageSource | None, tools: Sequence[Callable[..., Any] | Tool | str] = ()) -> None:
+    def __init__(
+        self,
+        source: MessageSource | None,
+        tools: Sequence[Callable[..., Any] | Tool | str] = (),
+        *,
+        tool_deadline_s: float = DEFAULT_DEADLINE_S,
+    ) -> None:
         given = tools_of(tools)
+        maker = partial(_Maker, tools=given, tool_deadline_s=tool_deadline_s)
         if source is None and not given:
             raise ConfigError("environment=None and tools=[] make no environment; give one of them")
         self._is_chosen = isinstance(source, Mapping) and "class_path" not in source
@@ -62,11 +72,11 @@ class EnvironmentFactory:
                     f"{{'game': Game}}, or leave it out"
                 )
             self._makers = {
-                name: _Maker(own, given, name=f"environment[{name!r}]", control_column=CONTROL_COLUMN)
+                name: maker(own, name=f"environment[{name!r}]", control_column=CONTROL_COLUMN)
                 for name, own in source.items()
             }
         else:
-            self._makers = {"": _Maker(source, given, name="environment")}
+            self._makers = {"": maker(source, name="environment")}
         first = [maker.first() for maker in self._makers.values()]
         known = {tool.name: tool for environment in first for tool in _known_tools(environment)}
         self.tools = tuple(replace(tool, function=_only_described) for tool in known.values())
@@ -138,15 +148,22 @@ class _Maker:
     Args:
         source: See `OneSource`; None: the tools alone.
         tools: Tools of every environment, besides its own.
+        tool_deadline_s: Most seconds of one call of a tool.
         name: The setting, for messages.
         control_column: Column that ``reset`` of an object with TRL's contract does not get.
     """
 
     def __init__(
-        self, source: OneSource | None, tools: tuple[Tool, ...], *, name: str, control_column: str | None = None
+        self,
+        source: OneSource | None,
+        *,
+        tools: tuple[Tool, ...],
+        tool_deadline_s: float,
+        name: str,
+        control_column: str | None = None,
     ) -> None:
         self._source = resolved_source(source)
-        self._tools = tools
+        self._tools, self._tool_deadline_s = tools, tool_deadline_s
         self._name = f"{name}={_described(source)}"
         self._control_column = control_column
         self._spare: deque[Any] = deque()
@@ -165,7 +182,7 @@ class _Maker:
     def make(self) -> MessageEnvironment:
         """Return an environment for one sample."""
         if self._source is None:
-            return ToolEnvironment(self._tools)
+            return ToolEnvironment(self._tools, tool_deadline_s=self._tool_deadline_s)
         try:
             found = self._spare.pop()
         except IndexError:
@@ -179,8 +196,9 @@ class _Maker:
             found = TrlEnvironment(found, control_column=self._control_column, give_back=self._spare.append)
         if isinstance(found, ToolEnvironment):  # whose step may watch all calls
             found.add_tools(self._tools)
+            found.bound_calls(self._tool_deadline_s)
             return found
-        return AddedTools(found, self._tools) if self._tools else found
+        return AddedTools(found, self._tools, tool_deadline_s=self._tool_deadline_s) if self._tools else found
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields without objects of episodes, which stay in their process."""

@@ -32,7 +32,7 @@ class ToolEnvironment(MessageEnvironment):
     Args:
         tools: Functions with annotations and docstrings, their import paths, or `Tool` objects. All samples share the
             functions of ``tools=`` of an algorithm; state of one sample belongs in a subclass.
-        tool_deadline_s: Most seconds of one call.
+        tool_deadline_s: Most seconds of one call; None: half of ``Conversation(deadline_s=...)``.
         max_answer_characters: Most characters of one answer; the rest is cut off, which the answer says.
 
     Example:
@@ -55,15 +55,17 @@ class ToolEnvironment(MessageEnvironment):
         self,
         tools: Sequence[Callable[..., Any] | Tool | str] = (),
         *,
-        tool_deadline_s: float = DEFAULT_DEADLINE_S,
+        tool_deadline_s: float | None = None,
         max_answer_characters: int = DEFAULT_ANSWER_CHARACTERS,
     ) -> None:
-        if isinstance(tool_deadline_s, bool) or not isinstance(tool_deadline_s, int | float) or not tool_deadline_s > 0:
+        self._has_deadline = tool_deadline_s is not None
+        most_s = DEFAULT_DEADLINE_S if tool_deadline_s is None else tool_deadline_s
+        if isinstance(most_s, bool) or not isinstance(most_s, int | float) or not most_s > 0:
             raise ConfigError(f"tool_deadline_s={tool_deadline_s!r} must be above 0; use math.inf to wait for ever")
         most = max_answer_characters
         if isinstance(most, bool) or not isinstance(most, int) or most < 1:
             raise ConfigError(f"max_answer_characters={most!r} must be a whole number of at least 1")
-        self._runner = ToolRunner(tools_of(tools), deadline_s=tool_deadline_s, max_characters=most)
+        self._runner = ToolRunner(tools_of(tools), deadline_s=most_s, max_characters=most)
 
     @property
     def tools(self) -> Sequence[Tool]:
@@ -78,6 +80,11 @@ class ToolEnvironment(MessageEnvironment):
         """
         check_distinct((*tools, *self.tools))
         self._calls.tools = {tool.name: tool for tool in (*tools, *self.tools)}
+
+    def bound_calls(self, deadline_s: float) -> None:
+        """Bound the seconds of one call, unless the environment was given a bound."""
+        if not self._has_deadline:
+            self._calls.deadline_s = deadline_s
 
     async def step(self, message: Message) -> StepResult:
         """Return the answers to the message's calls, in their order; without calls, the episode is done."""
@@ -104,11 +111,14 @@ class AddedTools(MessageEnvironment):
     Args:
         inner: The environment.
         tools: Further tools, which come first in the prompt.
+        tool_deadline_s: Most seconds of one of their calls.
     """
 
-    def __init__(self, inner: MessageEnvironment, tools: Sequence[Tool]) -> None:
+    def __init__(
+        self, inner: MessageEnvironment, tools: Sequence[Tool], *, tool_deadline_s: float = DEFAULT_DEADLINE_S
+    ) -> None:
         self.inner = inner
-        self._own = tuple(tools)
+        self._own, self._deadline_s = tuple(tools), tool_deadline_s
 
     @property
     def tools(self) -> Sequence[Tool]:
@@ -127,7 +137,7 @@ class AddedTools(MessageEnvironment):
         known = {tool.name for tool in checked_tools(self.inner)}
         for_inner = [found for found in calls if _name_of(found) in known]
         own = [found for found in calls if _name_of(found) not in known]
-        answers, metrics = await ToolRunner(self.tools).answers(own)
+        answers, metrics = await ToolRunner(self.tools, deadline_s=self._deadline_s).answers(own)
         if own and not for_inner:
             return StepResult(answers, metrics=metrics)
         rest = {name: value for name, value in message.items() if name != "tool_calls"}

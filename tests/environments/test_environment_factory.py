@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from lightning_realloc.algorithms.rollout.dialogues import EpisodeDialogues, dialogues_of
 from lightning_realloc.environments import MessageEnvironment, StepResult, ToolEnvironment
 from lightning_realloc.environments.environment_factory import EnvironmentFactory, is_message_source
 from lightning_realloc.environments.tool_environment import plain_environment
 from lightning_realloc.environments.tools.tool import tools_of
 from lightning_realloc.environments.trl_environment import TrlEnvironment
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.generation import Conversation
 from tests.environments.some_tools import AsyncCounter, Counter, Echo, add, call, shout, turn
 
 
@@ -107,6 +109,27 @@ def test_tools_are_added_to_those_of_an_environment(source: type) -> None:
         assert names(environment) == ["shout", *own]
     answer = asyncio.run(_step(environment, turn(call("shout", {"text": "a"}))))
     assert source is Judged or answer.messages[0]["content"] == "A"
+
+
+async def hang() -> None:
+    """Wait for ever."""
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (None, "0.02"),
+        (Counter, "0.02"),
+        (Echo, "0.02"),
+        (functools.partial(ToolEnvironment, tool_deadline_s=0.04), "0.04"),
+    ],
+)
+def test_one_call_of_a_tool_has_half_of_the_answers_deadline(source: Any, expected: str) -> None:
+    dialogues = dialogues_of(source, [hang], None, Conversation(deadline_s=0.04))
+    assert isinstance(dialogues, EpisodeDialogues)
+    answer = asyncio.run(_step(dialogues.factory.make({}), turn(call("hang", {}))))
+    assert f"hang did not answer within {expected} seconds" in answer.messages[0]["content"]
 
 
 async def _begin(environment: MessageEnvironment) -> None:

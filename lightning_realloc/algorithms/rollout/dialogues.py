@@ -286,7 +286,8 @@ def dialogues_of(
         return None
     bounds = conversation or Conversation()
     if environment is None or is_message_source(environment):
-        return EpisodeDialogues(EnvironmentFactory(environment, tools), parser, bounds, partners)
+        factory = EnvironmentFactory(environment, tools, tool_deadline_s=bounds.deadline_s / 2)
+        return EpisodeDialogues(factory, parser, bounds, partners)
     for name, setting in (("tools", tools), ("parser", parser), ("partners", partners)):
         if setting:
             raise ConfigError(

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 UNKNOWN = "unknown"
 """Name in metrics of tools that do not exist, which models invent without bound."""
 DEFAULT_DEADLINE_S = 30.0
-"""Most seconds of a call; less than `Conversation.deadline_s`, which fails the whole turn."""
+"""Most seconds of a call where no `Conversation` bounds it."""
 DEFAULT_ANSWER_CHARACTERS = 20_000
 """Most characters of an answer, about 5,000 tokens; more fill the context of small models with one answer."""
 
@@ -54,7 +54,7 @@ class ToolRunner:
         max_characters: int = DEFAULT_ANSWER_CHARACTERS,
     ) -> None:
         self.tools = {tool.name: tool for tool in tools}
-        self._deadline_s, self._max_characters = deadline_s, max_characters
+        self.deadline_s, self._max_characters = deadline_s, max_characters
         self.has_abandoned = False
         """Whether a call was given up, whose function may still run in its thread."""
 
@@ -110,7 +110,7 @@ class ToolRunner:
             known = ", ".join(self.tools) or "none"
             raise CallError(f"there is no tool {name!r}; the tools are: {known}")
         given = arguments_of(tool, arguments)
-        deadline_s = self._deadline_s
+        deadline_s = self.deadline_s
         try:
             async with time_limit(deadline_s) as deadline:
                 return await call(tool.function, **given)

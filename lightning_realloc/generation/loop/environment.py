@@ -77,7 +77,7 @@ class Conversation:
     max_turns: int = 8
     """Most turns of the model in one response; the environment is not asked after the last one."""
     deadline_s: float = 60.0
-    """Most seconds for one answer of the environment."""
+    """Most seconds for one answer of the environment. One call of a tool may take half of it."""
     max_concurrent: int = 256
     """Most answers of a rank that are computed at a time; further turns wait, without a deadline until then."""
     max_turn_tokens: int | None = None
