@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -24,7 +24,7 @@ _MARK = "e0f7a9c4d2"
 _TOKEN_MARK = "b8e1d6a3c7"
 """Text after the first character of the text of a special token."""
 _ANSWER_MARK = "d4c9a7f0e2"
-"""Text of a tool's answer, to see whether the template contains it."""
+"""Text of an environment's message, to see whether the template contains it."""
 _USER: Message = {"role": "user", "content": "."}
 _PLACE = "an environment's messages"
 _MOST_SHOWN = 60
@@ -70,7 +70,9 @@ class ChatTurns:
             DataError: for messages that the chat template cannot render, or renders as no text.
         """
         marked = [message if message in of_data else self._special_text.marked(message) for message in messages]
-        ids = self._special_text.token_ids(self._render(marked, tools))
+        rendered = self._render(marked, tools)
+        _check_shown(marked, rendered, lambda changed: self._render(changed, tools), of_data=of_data)
+        ids = self._special_text.token_ids(rendered)
         if not ids:
             raise DataError(f"{_PLACE}: a prompt needs at least one token, and the chat template renders none")
         return ids
@@ -91,7 +93,10 @@ class ChatTurns:
             DataError: for messages that the chat template cannot render.
         """
         calls = message.get("tool_calls") or ()
-        end, after = self._first_end(self._after_turn(calls, self._special_text.marked(answer), tools))
+        marked = self._special_text.marked(answer)
+        rendered = self._after_turn(calls, marked, tools)
+        _check_shown(marked, rendered, lambda changed: self._after_turn(calls, changed, tools))
+        end, after = self._first_end(rendered)
         ids = self._special_text.token_ids(end + after)  # as in a whole conversation, not as a text's start
         return ids[1:] if list(turn_ids[-1:]) == ids[:1] else ids
 
@@ -196,6 +201,33 @@ class ChatTurns:
             if as_text == list(messages):
                 raise
             return text_of(as_text)  # DeepSeek's templates append arguments to text
+
+
+def _check_shown(
+    messages: Sequence[Message],
+    rendered: str,
+    render: Callable[[Sequence[Message]], str],
+    *,
+    of_data: Sequence[Message] = (),
+) -> None:
+    """Raise DataError for messages that a template leaves out without an error, such as those of a role of its own.
+
+    Turns of the assistant are left alone, since templates may change them.
+    """
+    for place, message in enumerate(messages):
+        content = message.get("content") or ""
+        if message["role"] == "assistant" or message in of_data:
+            continue
+        if isinstance(content, str) and content.strip() in rendered:
+            continue
+        # Templates may escape a content, but not the mark.
+        if _ANSWER_MARK not in render(
+            [*messages[:place], {**message, "content": _ANSWER_MARK}, *messages[place + 1 :]]
+        ):
+            raise DataError(
+                f"{_PLACE}: the chat template leaves out this message of the role {message['role']!r}; give it the "
+                f"role 'user', or 'tool' if it answers a call"
+            )
 
 
 class _SpecialText:

@@ -217,3 +217,22 @@ def test_messages_that_the_template_cannot_render_are_refused() -> None:
         turns.answer_ids([EOS], CALLING, [{**TOOL_ANSWER, "tool_call_id": "1"}], TOOLS)
     with pytest.raises(DataError, match="expected text or a list of messages"):
         turns.prompt_ids([{"content": "no role"}])
+
+
+@pytest.mark.parametrize("content", ["higher", [{"type": "text", "text": "higher"}]])
+def test_messages_that_the_template_leaves_out_are_refused(content: Any) -> None:
+    known = "('user', 'assistant', 'tool')"
+    turns = turns_with(CHATML.replace("in messages %}", f"in messages if message.role in {known} %}}", 1))
+    observed = {"role": "observation", "content": content}
+    rule = "leaves out this message of the role 'observation'; give it the role 'user', or 'tool' if it answers a call"
+    with pytest.raises(DataError, match=rule):
+        turns.answer_ids([5, EOS], {"role": "assistant", "content": "5"}, [observed])
+    with pytest.raises(DataError, match=rule):
+        turns.prompt_ids([{"role": "user", "content": "Guess."}, observed])
+    assert turns.prompt_ids([{"role": "user", "content": "Guess."}, observed], of_data=[observed])
+
+
+def test_messages_that_the_template_escapes_are_not_left_out() -> None:
+    turns = turns_with(CHATML.replace("{{ message.content }}", "{{ message.content | tojson }}"))
+    shown = text_of(turns, turns.prompt_ids([{"role": "user", "content": 'a "b"'}]))
+    assert 'a \\"b\\"' in shown
