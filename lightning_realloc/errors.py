@@ -6,7 +6,9 @@ Every message gives the rule, the values that broke it and the way out.
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 _OF_GLOO = re.compile(r"\[\S*gloo/\S+:\d+\] ?|[. ]*GLHF!\s*[^\s\w)]*")
 """Places in gloo's source and its wishes, in messages that quote its errors."""
@@ -67,6 +69,13 @@ class ConfigError(ReallocError, ValueError):
 def describe_error(error: BaseException) -> str:
     """Return the class and the first line of an error, to quote it in another one."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def error_line(error: BaseException) -> str:
+    """Return `` in file.py, line 3``: the first line outside of this package that an error passed; empty if none."""
+    own = str(Path(__file__).parent)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(own)]
+    return f" in {Path(frames[0].filename).name}, line {frames[0].lineno}" if frames else ""
 
 
 def require_choice(name: str, value: object, choices: Sequence[str], error: type[ReallocError] = ConfigError) -> None:

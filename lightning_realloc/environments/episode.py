@@ -27,7 +27,7 @@ from lightning_realloc.environments.tool_environment import only_calls_tools, pl
 from lightning_realloc.environments.trl_environment import TrlEnvironment
 from lightning_realloc.environments.turns.chat_turns import ChatTurns
 from lightning_realloc.environments.turns.turn_parser import TurnParser
-from lightning_realloc.errors import ConfigError, GenerationError, RewardError, describe_error
+from lightning_realloc.errors import ConfigError, GenerationError, ReallocError, RewardError, describe_error, error_line
 from lightning_realloc.generation import Conversation
 from lightning_realloc.generation.core.sample import FinishReason
 from lightning_realloc.generation.loop.asking import call, stopwatch, time_limit
@@ -298,9 +298,19 @@ class Episode:
         self._environment = None
         self._lost.append(environment)
         self._begin_turn(environment, len(self.turns) + 1)
-        result = checked_result(await call(environment.step, message), environment)
+        result = checked_result(await self._answered(environment, message), environment)
         self._environment = self._lost.pop()
         return result
+
+    async def _answered(self, environment: MessageEnvironment, message: Message) -> Any:
+        try:
+            return await call(environment.step, message)
+        except (ReallocError, asyncio.CancelledError):
+            raise
+        except BaseException as error:  # also SystemExit, which would end the event loop
+            _log.debug("environment failed", exc_info=True)
+            after = f"after turn {len(self.turns) + 1}; catch it there and return a StepResult in its place"
+            raise GenerationError(f"{_failure('step', error)}, {after}") from error
 
     async def _revived(self) -> MessageEnvironment:
         """Return the environment in the state after the last turn."""
@@ -312,8 +322,7 @@ class Episode:
             reset = f"{type(_given_object(environment)).__name__}.reset"
             if begun is None and self.row["prompt"] == EMPTY_PROMPT and not environment.tools:
                 raise ConfigError(
-                    f"{reset} wrote no prompt, and the row has none; return one there, or give the data a column "
-                    f"'prompt'"
+                    f"{reset} wrote no prompt, and the row has none; return one there, or add a column 'prompt'"
                 )
             _check_size(begun or (), reset)
             self.prompt = self.row["prompt"] if begun is None else begun
@@ -374,11 +383,11 @@ def _given_object(environment: MessageEnvironment | None) -> object:
     return own.wrapped if isinstance(own, TrlEnvironment) else own
 
 
-def _failure(method: str, error: Exception) -> str:
+def _failure(method: str, error: BaseException) -> str:
     """Return the failure of an episode for an error of one of its environment's methods."""
     if isinstance(error, GenerationError | RewardError):
         return str(error)
-    return f"the environment's {method} raised {describe_error(error)}"
+    return f"the environment's {method} raised {describe_error(error)}{error_line(error)}"
 
 
 def _check_size(messages: Sequence[Message], name: str) -> None:

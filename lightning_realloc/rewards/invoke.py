@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Iterable, Mapping, Set
-from pathlib import Path
 from typing import Any
 
-from lightning_realloc.errors import RewardError
+from lightning_realloc.errors import RewardError, error_line
 from lightning_realloc.rewards.failure_rule import Failed, Outcome
 from lightning_realloc.rewards.signatures import RewardFunction, accepted
 from lightning_realloc.rewards.texts import describe_batch, describe_completion, shortened
@@ -99,15 +97,9 @@ def finite_number(value: Any) -> float | None:
 def _failed(name: str, function: RewardFunction, error: Exception, given: Mapping[str, Any]) -> list[Outcome]:
     """Return a failure for every completion, if the function masks them; raise RewardError otherwise."""
     problem = (
-        f"reward function {name!r} raised {type(error).__name__}{_line(error)}: {error}; "
+        f"reward function {name!r} raised {type(error).__name__}{error_line(error)}: {error}; "
         f"it was given {describe_batch(given)}"
     )
     if not masks_failures(function):
         raise RewardError(f"{problem}; with the attribute on_failure = 'mask' such samples are left out") from error
     return [Failed(problem)] * len(given["completions"])
-
-
-def _line(error: Exception) -> str:
-    """Return the line of the function that raised; empty if the call itself failed."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first frame is this module's call
-    return f" in {Path(frames[0].filename).name}, line {frames[0].lineno}" if frames else ""

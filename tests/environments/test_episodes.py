@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -314,6 +315,9 @@ def said(text: str) -> list[Mapping[str, Any]]:
         ({"reset": lambda game, row: time.sleep(0.9)}, "the environment's reset did not return within deadline_s=0.5"),
         ({"get_reward": lambda game: time.sleep(0.9)}, "get_reward did not return within deadline_s=0.5; bound its"),
         ({"reset": lambda game, row: {}["port"]}, "the environment's reset raised KeyError: 'port'"),
+        ({"step": lambda game, said_: {}["card"]}, "environment's step raised KeyError: 'card' in test_episodes.py"),
+        ({"step": lambda game, said_: {}["card"]}, ", after turn 1; catch it there and return a StepResult in its pl"),
+        ({"step": lambda game, said_: sys.exit(3)}, "the environment's step raised SystemExit: 3"),
         ({"reset": lambda game, row: said("Guess " * 200_000)}, "Made.reset may return 1000000 characters of messages"),
         ({"step": lambda game, said_: StepResult(said("1 " * 600_000))}, "Made.step may return 1000000 characters of "),
         ({"step": lambda game, said_: StepResult(said("1 " * 600_000), done=True)}, "and returned 1200000; return a"),

@@ -23,7 +23,7 @@ from transformers.utils.chat_parsing.response_templates import (
 
 from lightning_realloc.data.chat import Message
 from lightning_realloc.environments.turns.written_calls import read_calls, read_malformed
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, GenerationError, describe_error, error_line
 from lightning_realloc.rewards.signatures import check_returns, check_takes, function_name, import_function, is_async
 
 Parser = str | Mapping[str, Any] | Callable[[str], Message]
@@ -63,8 +63,7 @@ class TurnParser:
     Args:
         tokenizer: Tokenizer whose chat template the model follows.
         parser: How the model writes tool calls; None: as the tokenizer's ``response_template`` says, else in the format
-            whose marks are in its chat template. A function gets a turn without its stop token, and its errors are its
-            caller's.
+            whose marks are in its chat template. A function gets a turn without its stop token.
 
     Raises:
         ConfigError: for an unknown format, a response template that transformers does not accept, or a function that
@@ -147,7 +146,7 @@ class TurnParser:
             end: Text of the stop token, which response templates from elsewhere may look for.
         """
         if self._function is not None:
-            return _from_function(self._function(text), first_call)
+            return _from_function(self._read(text), first_call)
         whole = self._opened(before) + text + ("" if self.format else end)
         calls: list[dict[str, Any]] = []
         rest, done = "", 0
@@ -209,6 +208,17 @@ class TurnParser:
             before=self._text(before[-MOST_TOKENS_BEFORE:]),
             end=self._text(own[end:]),
         )
+
+    def _read(self, text: str) -> object:
+        """Return the result of the function that was given, for a turn."""
+        assert self._function is not None
+        try:
+            return self._function(text)
+        except Exception as error:
+            raise GenerationError(
+                f"parser={function_name(self._function)} raised {describe_error(error)}{error_line(error)} for the "
+                f"turn {_shortened(text)}; let it return {{'content': text}} for a turn that it cannot read"
+            ) from error
 
     @property
     def _thoughts(self) -> list[ResponseTemplateField]:
@@ -296,8 +306,8 @@ def _check_function(parser: Callable[[str], Message]) -> None:
         )
 
 
-def _shortened(parser: object) -> str:
-    text = repr(parser)
+def _shortened(value: object) -> str:
+    text = repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 

@@ -12,7 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from lightning_realloc.environments.turns.turn_parser import TurnParser, _formats
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, GenerationError
 from tests.models import byte_tokenizer
 
 FORMATS = list(_formats())
@@ -393,3 +393,12 @@ def test_the_time_for_a_degenerate_turn_is_not_quadratic(name: str) -> None:
 def test_text_without_special_tokens_is_the_content(name: str) -> None:
     for text in ["", "a", "Zürich 漢字 😀", '{"a": 1}', "a < b > c [1] {x: 2}", "add(a=1)\n\ncall:add{}"]:
         assert parsed(name, text) == {"role": "assistant", "content": text}
+
+
+def test_an_error_of_a_parsers_function_is_named_with_the_turn() -> None:
+    def broken(text: str) -> Any:
+        return {}["call"]
+
+    rule = r"parser=broken raised KeyError: 'call' in test_turn_parser\.py, line \d+ for the turn 'Hi'; let it return"
+    with pytest.raises(GenerationError, match=rule):
+        TurnParser(byte_tokenizer(), broken).parse("Hi", first_call=0)
