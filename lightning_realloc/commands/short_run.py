@@ -300,8 +300,10 @@ def data_setting(data: str, split: str | None, config_name: str | None) -> str |
 def _check(name: str, flags: argparse.Namespace) -> None:
     """Raise ConfigError for flags that are missing, out of range or contradict each other."""
     needed = {"--model": "a Hugging Face name or folder"}
-    if getattr(flags, "environment", None) is None or flags.steps is None:
-        needed["--data"] = "a file, a folder or the name of a data set"
+    plays = getattr(flags, "environment", None) is not None
+    if not plays or flags.steps is None:
+        other = ", or --steps for an environment that writes the prompts" if plays else ""
+        needed["--data"] = f"a file, a folder or the name of a data set{other}"
     if COMMANDS[name].num_responses is not None and flags.environment is None:
         needed["--reward"] = describe_names()
     for flag, example in needed.items():

@@ -177,7 +177,7 @@ def python_tool(
     and this run's rights where the system allows it. They can read and write files with this user's rights.
 
     Args:
-        timeout_s: Most seconds of a program. Keep it below ``tool_deadline_s``.
+        timeout_s: Most seconds of a program. Keep it below half of ``Conversation(deadline_s=...)``.
         memory_bytes: Address space of each process, in the default sandbox.
         sandbox: Another place to run programs, such as containers: an object with ``start()``,
             ``run(code, timeout_s) -> ProgramOutput`` and ``close()``.

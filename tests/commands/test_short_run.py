@@ -149,6 +149,7 @@ WHOLE = ("--model", "M", "--data", "some/rows", "--reward", "exact")
     [
         (("--data", "some/rows", "--reward", "exact"), "grpo needs --model: a Hugging Face name or folder"),
         (("--model", "M", "--reward", "exact"), "grpo needs --data: a file, a folder or the name of a data set"),
+        (("--model", "M", "--environment", "a:B"), "name of a data set, or --steps for an environment that writes the"),
         (("--model", "M", "--data", "some/rows"), "grpo needs --reward: one of exact (the text equals"),
         ((*WHOLE, "--reward", "exakt"), "--reward=exakt is unknown; did you mean exact?"),
         ((*WHOLE, "--reward", "judge"), "the names are exact, math, number, code, format; or give a function"),

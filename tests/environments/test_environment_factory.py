@@ -13,7 +13,7 @@ from lightning_realloc.algorithms.rollout.dialogues import EpisodeDialogues, dia
 from lightning_realloc.environments import MessageEnvironment, StepResult, ToolEnvironment
 from lightning_realloc.environments.environment_factory import EnvironmentFactory, is_message_source
 from lightning_realloc.environments.tool_environment import plain_environment
-from lightning_realloc.environments.tools.tool import tools_of
+from lightning_realloc.environments.tools.tool import Tool, tools_of
 from lightning_realloc.environments.trl_environment import TrlEnvironment
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Conversation
@@ -226,8 +226,9 @@ async def yielding_later(self: Any, *given: Any) -> Any:
         ({"a": {"b": Echo}}, [], r"environment\['a'\]=.* is a dict"),
         ({"a": Echo, "b": Needy}, [], r"environment\['b'\]=Needy cannot be made"),
         ("tests.environments.some_tools:Ecko", [], "environment '.*:Ecko' cannot be imported"),
-        (Judged, [add], r"'add' is that of .*; rename one of them"),
-        (type("Desk", (Echo,), {"tools": tools_of([add])}), [add], r"'add' is that of .*; rename one of them"),
+        (Echo, [add, Tool("add", make_echo, {"function": {"name": "add"}})], r"is that of .*; rename one of them"),
+        (Judged, [add], r"'add' is that of .*; leave one of them out"),
+        (type("Desk", (Echo,), {"tools": tools_of([add])}), [add], r"'add' is that of .*; leave one of them out"),
         (type("Listing", (Echo,), {"tools": [add]}), [], r"Listing\.tools must be a list of Tool"),
         (Echo, "tests.environments.some_tools:add", r"must be a list of functions"),
         (MessageEnvironment, [], r"MessageEnvironment has no method for it; define step\(self, message\)"),

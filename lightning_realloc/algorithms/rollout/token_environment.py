@@ -33,8 +33,8 @@ def import_environment(source: EnvironmentSource) -> Callable[..., Any]:
         found = found()
     if not callable(found):
         raise ConfigError(
-            f"environment={source!r} is a {type(found).__name__}; give a function of a Turn, a class that is made from "
-            f"the tokenizer, or the import path of one"
+            f"environment={source!r} is a {type(found).__name__}; give a class of MessageEnvironment, a class with "
+            f"a method reset and tools as methods, or a function of a Turn; in YAML its import path"
         )
     argument = "the tokenizer" if isinstance(found, type) else "a Turn"
     way_out = "give its other arguments defaults"

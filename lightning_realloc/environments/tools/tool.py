@@ -107,8 +107,9 @@ def check_distinct(tools: Iterable[Tool]) -> None:
     seen: dict[str, Tool] = {}
     for tool in tools:
         if tool.name in seen:
-            pair = f"{_place_of(seen[tool.name].function)} and {_place_of(tool.function)}"
-            raise ConfigError(f"tools need different names; {tool.name!r} is that of {pair}; rename one of them")
+            pair = _place_of(seen[tool.name].function), _place_of(tool.function)
+            way_out = "leave one of them out" if pair[0] == pair[1] else "rename one of them"
+            raise ConfigError(f"tools need different names; {tool.name!r} is that of {' and '.join(pair)}; {way_out}")
         seen[tool.name] = tool
 
 

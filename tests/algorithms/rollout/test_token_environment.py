@@ -214,7 +214,7 @@ def test_environments_are_functions_classes_or_import_paths() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"environment": 3}, "environment=3 is a int; give a function of a Turn"),
+        ({"environment": 3}, "environment=3 is a int; give a class of MessageEnvironment"),
         ({"environment": "nowhere:tool"}, "environment 'nowhere:tool' cannot be imported"),
         ({"environment": "tool"}, "^an environment's import path is 'package.module:name'; got 'tool'"),
         ({"environment": Limited}, r"Limited cannot be called with the tokenizer alone \(.*'limit'\); give its"),
