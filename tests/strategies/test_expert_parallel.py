@@ -24,15 +24,15 @@ PLANS = (
 )
 
 
-def _train(family: str, plans: Sequence[Any], options: dict[str, Any]) -> list[Outcome]:
+def _train(family: str, plans: Sequence[Any], precision: str = "32-true") -> list[Outcome]:
     """Train a fresh mixture of experts under each plan on all ranks of this run."""
     world_size, found = runs.world_size(), []
     for plan in plans:
         actor, reference = (tiny_model(family, seed=seed) for seed in (0, 1))
-        trained = runs.options(micro_batch_tokens=18, **options)
+        trained = runs.options(micro_batch_tokens=18, num_minibatches=2)
         module = runs.grpo(actor=actor, reference=reference, optimizer=partial(SGD, lr=0.5), train_options=trained)
         # A batch of five prompts gives ranks other numbers of samples, and one of them none in a micro-batch.
-        found.append(runs.train(module, plan, world_size, Batches(2, size=5)))
+        found.append(runs.train(module, plan, world_size, Batches(2, size=5), precision=precision))
     return found
 
 
@@ -41,9 +41,19 @@ def _train(family: str, plans: Sequence[Any], options: dict[str, Any]) -> list[O
     matrix([(family, n) for family in ("mixtral", "qwen3_moe") for n in range(len(PLANS))], ("mixtral", 0)),
 )
 def test_every_plan_gives_the_results_of_one_rank(workers: WorkerPool, family: str, number: int) -> None:
-    options = {"num_minibatches": 2}
-    ((alone,),) = workers.run(_train, family, ["heuristic"], options, world_size=1, init_process_group=False)
-    plans = PLANS[number : number + 1]
-    everyone = workers.run(_train, family, plans, options, init_process_group=False, deadline_s=150.0)
+    ((alone,),) = workers.run(_train, family, ["heuristic"], world_size=1, init_process_group=False)
+    everyone = workers.run(_train, family, PLANS[number : number + 1], init_process_group=False, deadline_s=150.0)
     for outcomes in zip(*everyone, strict=True):
         runs.check_equal_to_one_rank(outcomes, alone)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_narrow_precisions_train_close_to_one_rank(workers: WorkerPool, precision: str) -> None:
+    ((alone,),) = workers.run(_train, "mixtral", ["static"], precision, world_size=1, init_process_group=False)
+    plans = [
+        calls(actor_train=layout, actor_generate=layout, reference_infer=layout) for layout in ("fsdp4.ep4", "dp4.ep2")
+    ]
+    for outcome in workers.run(_train, "mixtral", plans, precision, init_process_group=False, deadline_s=150.0)[0]:
+        assert outcome.logged[0]["actor/loss"] == pytest.approx(alone.logged[0]["actor/loss"], abs=2e-2)
+        assert runs.mean_difference(outcome.weights, alone.weights) < 2e-3

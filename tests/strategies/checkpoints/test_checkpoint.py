@@ -131,12 +131,15 @@ def test_random_numbers_of_users_continue_after_resuming(tmp_path: Path) -> None
 
 
 # ---- into other layouts and other numbers of ranks
-@pytest.mark.parametrize("heads", matrix(["even", "9/3"], "9/3"))
-def test_a_run_through_several_layouts_equals_a_run_in_one(workers: WorkerPool, tmp_path: Path, heads: str) -> None:
+@pytest.mark.parametrize("kind", matrix(["even", "9/3", "experts"], "9/3"))
+def test_a_run_through_several_layouts_equals_a_run_in_one(workers: WorkerPool, tmp_path: Path, kind: str) -> None:
     # With 9 and 3 heads, ranks hold different numbers of them. Two pipeline stages hold the tied embeddings.
-    sizes = {"tie_word_embeddings": True, **UNEVEN_HEADS.get(heads, {})}
-    straight = Part("static", 3, save=tmp_path / "straight", sizes=sizes)
+    sizes = {"tie_word_embeddings": True, **UNEVEN_HEADS.get(kind, {})}
+    family = "mixtral" if kind == "experts" else "llama"
+    straight = Part("static", 3, save=tmp_path / "straight", sizes=sizes, family=family)
     layouts = ("pp2.fsdp2@1,3,0,2", "tp4@1,2,3,0", "fsdp2.tp2@3,2,1,0")
+    if kind == "experts":
+        layouts = ("pp2.fsdp2.ep2@1,3,0,2", "dp2.fsdp2.ep4", "fsdp4.ep2@3,2,1,0")
     parts = [
         replace(
             straight, plan=_sft(layout), max_steps=step + 1, resume=tmp_path / str(step) if step else None,
