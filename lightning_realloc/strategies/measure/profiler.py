@@ -27,7 +27,12 @@ from lightning_realloc.runtime.measure.offload import OffloadCopier, make_copier
 from lightning_realloc.runtime.model.training_mode import set_training_mode
 from lightning_realloc.runtime.parallel.compiled import compiled_blocks
 from lightning_realloc.runtime.parallel.model_spec import describe_model
-from lightning_realloc.runtime.parallel.parallelize import needs_fsdp, parallelize, tensor_parallelize
+from lightning_realloc.runtime.parallel.parallelize import (
+    expert_parallelize,
+    needs_fsdp,
+    parallelize,
+    tensor_parallelize,
+)
 from lightning_realloc.runtime.parallel.shards import local_tensors
 from lightning_realloc.runtime.parallel.tensor_parallel import slice_parameters
 from lightning_realloc.runtime.transfer.agreement import TransportName
@@ -312,7 +317,7 @@ class Profiler:
     def _parallel_model(self, subject: Subject, depth: int, layout: Layout, *, trains: bool) -> nn.Module:
         """Return this rank's part of a model: the undivided model itself, or a sharded or converted copy."""
         whole, dims, copy_dtype = self._full_model(subject, depth), layout.dims, self._options.copy_dtype
-        is_divided = dims.tp * dims.fsdp > 1 or (trains and dims.dp > 1)
+        is_divided = dims.tp * dims.fsdp * dims.ep > 1 or (trains and dims.dp > 1)
         if not is_divided and (trains or all(one.dtype == copy_dtype for one in whole.parameters())):
             return whole
         copied = copy.deepcopy(whole)
@@ -324,7 +329,8 @@ class Profiler:
         target = _layout_of(subject, model, layout)
         if needs_fsdp(model, layout):
             return parallelize(model, target, machine.meshes, tp_plan=subject.tp_plan)
-        if tensor_parallelize(model, layout, machine.meshes, tp_plan=subject.tp_plan):
+        is_cut = tensor_parallelize(model, layout, machine.meshes, tp_plan=subject.tp_plan)
+        if expert_parallelize(model, layout, machine.meshes) or is_cut:
             slice_parameters(model, target, options.facts.rank)
         return model
 
