@@ -14,6 +14,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from lightning_realloc.algorithms.base.role import Role, Task
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.model.mapped_weights import is_mapped
+from lightning_realloc.runtime.model.merged_weights import read_region
 from lightning_realloc.runtime.model.recorded_init import weight_values
 from tests.models import tiny_model, tiny_scorer
 from tests.strategies.peft.peft_runs import LORA
@@ -37,7 +38,7 @@ def assert_same(whole: nn.Module, mapped: nn.Module) -> None:
     theirs = dict(mapped.named_parameters(remove_duplicate=False))
     for name, parameter in whole.named_parameters(remove_duplicate=False):
         other = theirs.pop(name)
-        assert torch.equal(parameter, other.float()), name
+        assert torch.equal(parameter, weight_values(other).float()), name
         assert parameter.requires_grad == other.requires_grad, name
     assert not theirs
     buffers = dict(mapped.named_buffers())
@@ -59,7 +60,7 @@ def ties(model: nn.Module) -> list[list[str]]:
 
 def in_memory(model: nn.Module) -> list[str]:
     """Return the parameters that take memory."""
-    return [name for name, parameter in model.named_parameters() if not is_mapped(parameter)]
+    return [name for name, parameter in model.named_parameters() if not (parameter.is_meta or is_mapped(parameter))]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -83,6 +84,20 @@ def test_several_files_and_files_of_torch_are_mapped(tmp_path: Path) -> None:
         whole, mapped = both(Role(name="actor", source=folder, trained=False))
         assert_same(whole, mapped)
         assert in_memory(mapped) == []
+
+
+def test_files_that_cannot_be_mapped_are_in_memory_and_a_line_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = saved(tmp_path, tiny_model("llama"), torch.bfloat16)
+    (folder / "model.safetensors").unlink()
+    state = tiny_model("llama").to(torch.bfloat16).state_dict()
+    torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        whole, loaded = both(Role(name="actor", source=folder, trained=True))
+    assert_same(whole, loaded)
+    assert len(in_memory(loaded)) == len(state)
+    assert any(f"holds {len(state)} of its weights" in message for message in caplog.messages)
 
 
 @pytest.mark.parametrize("task", ["sequence_classification", "token_classification"])
@@ -132,16 +147,18 @@ def test_a_model_from_a_config_is_made_when_it_is_divided() -> None:
         assert other.requires_grad == parameter.requires_grad, name
 
 
-def test_merged_weights_are_whole_in_memory_and_a_line_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = saved(tmp_path, tiny_model("mixtral"), torch.bfloat16)
-    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
-        whole, mapped = both(Role(name="actor", source=folder, trained=True))
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_experts_are_merged_when_they_are_read(family: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path, tiny_model(family), torch.bfloat16)
+    whole, mapped = both(Role(name="actor", source=folder, trained=True))
     assert_same(whole, mapped)
-    merged = in_memory(mapped)
-    assert merged and all("experts" in name for name in merged)
-    assert any(f"holds {len(merged)} of its weights" in message for message in caplog.messages)
+    assert in_memory(mapped) == []
+    for name, weight in mapped.named_parameters():
+        if ".experts." in name:
+            starts = tuple(size // 3 for size in weight.shape)
+            shape = tuple(size - start - 1 for size, start in zip(weight.shape, starts, strict=True))
+            box = tuple(slice(start, start + length) for start, length in zip(starts, shape, strict=True))
+            assert torch.equal(read_region(weight, starts, shape).float(), whole.get_parameter(name)[box]), name
 
 
 def test_missing_weights_are_random_as_in_memory(tmp_path: Path) -> None:

@@ -143,11 +143,11 @@ def loading_progress(where: str) -> Iterator[None]:
 
 def log_whole(where: str, model: nn.Module, missing: Collection[str]) -> None:
     """Log the bytes of weights from files that are in memory, whole on every rank until they are divided."""
-    merged = [p for name, p in model.named_parameters() if name not in missing and not is_mapped(p)]
-    if merged:
+    whole = [p for name, p in model.named_parameters() if name not in missing and not (p.is_meta or is_mapped(p))]
+    if whole:
         rank_zero_info(
-            f"{where}: every rank holds {len(merged)} of its weights ({sum(p.nbytes for p in merged) / 2**30:.2f} GiB) "
-            f"whole before it divides them, since loading merges them or cannot map their files; files that "
+            f"{where}: every rank holds {len(whole)} of its weights ({sum(p.nbytes for p in whole) / 2**30:.2f} GiB) "
+            f"whole before it divides them, since loading computes them or cannot map their files; files that "
             f"save_pretrained writes can be mapped"
         )
 

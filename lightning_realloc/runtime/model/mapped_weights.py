@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_realloc.runtime.model.adapter_layers import head_names
+from lightning_realloc.runtime.model.merged_weights import MergedWeight, is_merged, with_values
 from lightning_realloc.runtime.model.recorded_init import weight_values
 from lightning_realloc.runtime.model.structure import replace_parameter, tied_names
 
@@ -27,12 +28,13 @@ _ONE_AFTER_ANOTHER = "HF_DEACTIVATE_ASYNC_LOAD"
 def weights_left_in_files() -> Iterator[None]:
     """Make ``from_pretrained`` inside the block leave weights in the memory-mapped files, in the files' dtype.
 
-    Weights that it merges or computes are in memory. Buffers may have the files' dtype, too: see `widen`.
+    Weights that it concatenates are read when they are needed: see `merged_weights`. Others that it computes are in
+    memory. Buffers may have the files' dtype, too: see `widen`.
     """
     before = os.environ.get(_ONE_AFTER_ANOTHER)
     os.environ[_ONE_AFTER_ANOTHER] = "1"
     try:
-        with _WithoutWidening():
+        with _LeftInFiles():
             yield
     finally:
         if before is None:
@@ -41,8 +43,8 @@ def weights_left_in_files() -> Iterator[None]:
             os.environ[_ONE_AFTER_ANOTHER] = before
 
 
-class _WithoutWidening(TorchFunctionMode):
-    """Returns tensors unchanged from casts to a wider floating dtype on the same device."""
+class _LeftInFiles(TorchFunctionMode):
+    """Leaves out casts to a wider floating dtype on the same device, and concatenations of mapped tensors."""
 
     def __torch_function__(
         self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -50,6 +52,10 @@ class _WithoutWidening(TorchFunctionMode):
         options = dict(kwargs or {})
         if func == Tensor.to and len(args) == 1 and _only_widens(args[0], **options):
             return args[0]
+        if func in (torch.stack, torch.cat) and all(is_merged(part) or is_mapped(part) for part in args[0]):
+            return MergedWeight.from_call(func, *args, **options).parameter()
+        if getattr(func, "__name__", None) != "__get__":  # shapes and other attributes need no values
+            args, options = with_values(args), with_values(options)
         return func(*args, **options)
 
 

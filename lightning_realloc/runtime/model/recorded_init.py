@@ -20,8 +20,8 @@ from transformers import PreTrainedConfig
 
 from lightning_realloc.runtime.model.structure import replace_parameter, tied_names
 
-_RECIPE = "recipe"
-"""Attribute of a parameter on the meta device that holds its `Recipe`."""
+RECIPE = "recipe"
+"""Attribute of a parameter on the meta device that holds its `Recipe`, or another object that can ``make`` values."""
 _OVERWRITING = frozenset({"aten::normal_", "aten::uniform_", "aten::zero_", "aten::fill_", "aten::copy_"})
 """Operations after which earlier values do not matter."""
 _MAX_KEPT_ELEMENTS = 1 << 20
@@ -78,8 +78,9 @@ class Recipe:
 
 def weight_values(parameter: Tensor) -> Tensor:
     """Return the values of an undivided parameter, which its `Recipe` makes if it has one."""
-    recipe: Recipe | None = getattr(parameter, _RECIPE, None)
-    return parameter.detach() if recipe is None else recipe.make()
+    recipe: Any = getattr(parameter, RECIPE, None)
+    values: Tensor = parameter.detach() if recipe is None else recipe.make()
+    return values
 
 
 def defer_init(construct: Callable[[PreTrainedConfig], nn.Module], config: PreTrainedConfig) -> nn.Module:
@@ -135,7 +136,7 @@ class _Recorder(TorchDispatchMode):
         for owner, names in tied_names(model).items():
             parameter = model.get_parameter(owner)
             empty = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-            setattr(empty, _RECIPE, self._recipes[_key(parameter)])
+            setattr(empty, RECIPE, self._recipes[_key(parameter)])
             replace_parameter(model, names, empty)
 
     def require_filled(self) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import ModelLayout
 from lightning_realloc.runtime.forward.peer_group import PeerGroup
+from lightning_realloc.runtime.model.merged_weights import is_merged, read_region
 from lightning_realloc.runtime.model.recorded_init import weight_values
 from lightning_realloc.runtime.model.structure import copy_without_weights, replace_parameter, tied_names
 from lightning_realloc.runtime.transfer.point_to_point import region_view
@@ -97,9 +98,10 @@ def fill_weights(model: nn.Module, model_layout: ModelLayout, rank: int, taken: 
         taken: The parameters that `take_weights` returned.
     """
     for name, local in local_tensors(model).items():
-        whole = weight_values(taken.pop(name))
+        whole = taken.pop(name)
+        values: Tensor = whole if is_merged(whole) else weight_values(whole)  # random values are made once
         for piece in model_layout.pieces(name, rank):
-            source = region_view(whole, piece.region.starts, piece.region.shape)
+            source = read_region(values, piece.region.starts, piece.region.shape)
             region_view(local, piece.offset, piece.region.shape).copy_(source)
     reshard(model)
 

@@ -97,7 +97,7 @@ def _without_alternative(worst: PhaseMemory, changes: Sequence[tuple[str, int]])
     nearest = f" (the nearest: {text}, {gibibytes(size)})" if size < worst.parts.total else ""
     way_out = "smaller models, or devices with more memory"
     if worst.phase == "set-up":
-        return f"given modules and experts are whole on every rank before they are divided{nearest}; use {way_out}"
+        return f"given modules are whole on every rank before they are divided{nearest}; use {way_out}"
     return f"no change that was tried makes it fit{nearest}; use more ranks, {way_out}"
 
 

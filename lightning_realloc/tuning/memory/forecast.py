@@ -279,7 +279,7 @@ class _Forecaster(MemoryModel):
         Those are all in memory before the first one is divided, and are freed as their shards fill.
         """
         counted = self.settings.builds_on_device
-        whole = {n: 4 * role.model.num_elements for n, role in self.roles.items() if counted and role.built_whole}
+        whole = {n: 4 * role.model.num_elements for n, role in self.roles.items() if counted and not role.deferred}
         undivided, shards = sum(whole.get(name, 0) for name in self._owners), 0
         most = undivided
         for name in self._owners:

@@ -35,11 +35,6 @@ class RoleMemory:
         object.__setattr__(self, "divides_logits", self._cuts_vocabulary())  # forecasts read it for every rank
 
     @property
-    def built_whole(self) -> bool:
-        """Whether the model is whole in host memory before it is divided; experts are, since loading merges them."""
-        return not self.deferred or (self.shape is not None and self.shape.experts is not None)
-
-    @property
     def num_frozen(self) -> int:
         """Number of elements of ``frozen_params``."""
         return sum(param.numel for param in self.model.params if param.name in self.frozen_params)

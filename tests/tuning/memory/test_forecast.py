@@ -16,7 +16,6 @@ from lightning_realloc.limits import CHUNK_ELEMENTS, TILE_ELEMENTS
 from lightning_realloc.tuning.memory.advice import find_excess, in_half_precision
 from lightning_realloc.tuning.memory.forecast import MemoryForecast, forecast_memory
 from lightning_realloc.tuning.memory.parts import MemoryParts, MemorySettings, Workload, parse_bytes
-from lightning_realloc.tuning.shapes.experts import Experts
 from lightning_realloc.tuning.shapes.model_shape import ModelShape
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
@@ -176,9 +175,6 @@ def test_models_that_are_built_whole_count_on_cpu_until_they_are_divided() -> No
     assert forecast(layouts, roles=given, builds_on_device=True).at("set-up", 0).weights == 2 * 16000 + 4000
     assert forecast(layouts, roles=given).at("set-up", 0).weights == 2 * 4000 + 4000
     assert forecast(layouts, builds_on_device=True).at("set-up", 0).weights == 2 * 4000 + 4000
-    experts = replace(SHAPE, experts=Experts(count=2, per_token=1, features=20))
-    merged = {name: replace(role, shape=experts) for name, role in ROLES.items()}
-    assert forecast(layouts, roles=merged, builds_on_device=True).at("set-up", 0).weights == 2 * 16000 + 4000
 
 
 def test_the_cache_holds_every_slot_at_full_length() -> None:
