@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -14,11 +14,19 @@ _MAX_POSTED = 4
 """Messages under way before `Neighbour.post` waits for the oldest. More: more memory."""
 
 
+class _Exchange(NamedTuple):
+    """Messages under way."""
+
+    works: list[dist.Work]
+    memory: list[Tensor]
+    """Tensors that are sent and that arrive, in this order."""
+
+
 class Neighbour:
     """The rank of another stage. Without a rank, exchanges do nothing.
 
-    Every exchange waits until it is done. Neighbours make matching exchanges in this schedule, so none waits forever.
-    One exchange launches its send and receive together, as NCCL requires of a pair of ranks.
+    Neighbours make matching exchanges in the same order, so none waits forever. One exchange launches its send and
+    receive together, as NCCL requires of a pair of ranks.
     """
 
     def __init__(self, rank: int | None, group: dist.ProcessGroup, device_type: str) -> None:
@@ -29,53 +37,60 @@ class Neighbour:
         self._wire_device = torch.device("cpu") if is_gloo else self._device  # gloo sends from host memory only
         self.dtype: torch.dtype | None = None
         """Dtype of all messages of the run; None before the first message, which sends it."""
-        self._posted: deque[tuple[list[dist.Work], Tensor]] = deque()
-        """Messages of `post` that may be under way, with their memory."""
+        self._posted: deque[_Exchange] = deque()
+        """Messages of `post` that may be under way."""
+        self._expected: _Exchange | None = None
+        """The exchange in which a tensor arrives; not in `_posted`, since gloo waits forever for a work twice."""
 
-    def exchange(self, outgoing: Tensor | None, shape: tuple[int, ...] | None) -> Tensor | None:
-        """Send ``outgoing`` and return a received tensor of ``shape``. None means no message in that direction."""
-        if self._rank is None or (outgoing is None and shape is None):
-            return None
-        if self.dtype is None:
-            self.dtype = self._agree_on_dtype(outgoing)
-        incoming = None
-        operations = []
-        if outgoing is not None:
-            sent = outgoing.to(self._wire_device).contiguous()
-            operations.append(dist.P2POp(dist.isend, sent, self._rank, self._group))
-        if shape is not None:
-            incoming = torch.empty(shape, dtype=self.dtype, device=self._wire_device)
-            operations.append(dist.P2POp(dist.irecv, incoming, self._rank, self._group))
-        self._run(operations)
-        return None if incoming is None else incoming.to(self._device)
+    def post(self, outgoing: Tensor, expected: tuple[int, ...] | None = None) -> None:
+        """Send ``outgoing`` without waiting until it is received. It must not change afterwards.
 
-    def post(self, outgoing: Tensor) -> None:
-        """Send ``outgoing`` without waiting until it is received. It must not change afterwards."""
+        In the same exchange a tensor of the shape ``expected`` starts to arrive, for the next `receive`.
+        """
         if self._rank is None:
             return
-        if self.dtype is None:
-            self.dtype = self._agree_on_dtype(outgoing)
-        sent = outgoing.to(self._wire_device).contiguous()
-        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, self._rank, self._group)])
-        self._posted.append((works, sent))
+        exchange = self._start(outgoing, expected)
+        if expected is not None:
+            self._expected = exchange
+            return
+        self._posted.append(exchange)
         if len(self._posted) > _MAX_POSTED:
-            self._wait(self._posted.popleft()[0])
+            self._wait(self._posted.popleft().works)
+
+    def receive(self, shape: tuple[int, ...]) -> Tensor | None:
+        """Return the next tensor, of ``shape``; None without a rank. Waits for the one that `post` expects."""
+        if self._rank is None:
+            return None
+        exchange = self._expected or self._start(None, shape)
+        self._expected = None
+        self._wait(exchange.works)
+        return exchange.memory[-1].to(self._device)
 
     def settle(self) -> None:
         """Wait until all messages of `post` are received."""
         while self._posted:
-            self._wait(self._posted.popleft()[0])
+            self._wait(self._posted.popleft().works)
+
+    def _start(self, outgoing: Tensor | None, shape: tuple[int, ...] | None) -> _Exchange:
+        """Start to send, to receive a tensor of ``shape``, or both. None: no message in that direction."""
+        if self.dtype is None:
+            self.dtype = self._agree_on_dtype(outgoing)
+        memory, operations = [], []
+        if outgoing is not None:
+            memory.append(outgoing.to(self._wire_device).contiguous())
+            operations.append(dist.P2POp(dist.isend, memory[-1], self._rank, self._group))
+        if shape is not None:
+            memory.append(torch.empty(shape, dtype=self.dtype, device=self._wire_device))
+            operations.append(dist.P2POp(dist.irecv, memory[-1], self._rank, self._group))
+        return _Exchange(dist.batch_isend_irecv(operations), memory)
 
     def _agree_on_dtype(self, outgoing: Tensor | None) -> torch.dtype:
         code = torch.zeros(1, dtype=torch.int64, device=self._wire_device)
         if outgoing is not None:
             code.fill_(_DTYPES.index(outgoing.dtype))
         operation = dist.irecv if outgoing is None else dist.isend
-        self._run([dist.P2POp(operation, code, cast(int, self._rank), self._group)])
+        self._wait(dist.batch_isend_irecv([dist.P2POp(operation, code, cast(int, self._rank), self._group)]))
         return _DTYPES[int(code.item())]
-
-    def _run(self, operations: list[dist.P2POp]) -> None:
-        self._wait(dist.batch_isend_irecv(operations))
 
     @staticmethod
     def _wait(works: list[dist.Work]) -> None:

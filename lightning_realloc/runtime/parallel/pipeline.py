@@ -1,8 +1,7 @@
-"""One-forward-one-backward (1F1B) pipeline schedule for packed micro-batches.
+"""Run packed micro-batches through the stages of a pipeline, in the order of a `pipeline_schedule`.
 
-A stage holds activations of at most as many micro-batches as there are stages from it to the last. All stages know all
-micro-batches, so every message's shape is known in advance. Its dtype, which autocast decides, is sent once per run.
-Source: Narayanan et al., arXiv:2104.04473, section 2.2.
+All stages know all micro-batches, so every message's shape is known in advance. Its dtype, which autocast decides, is
+sent once per run.
 
 ``torch.distributed.pipelining`` has the same schedules, but for one shape. A stage fixes its message shapes in its
 first step; at the next length the first stage raises and the others wait forever (torch 2.13). Packed micro-batches
@@ -23,8 +22,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.dataflow.pipeline_schedule import ScheduleName, StagePass, stage_passes
 from lightning_realloc.errors import LayoutError, PlanError
 from lightning_realloc.layout import ModelLayout
+from lightning_realloc.runtime.forward.deferred_weights import DeferredWeights
 from lightning_realloc.runtime.forward.packed_attention import packed_attention, transformers_model
 from lightning_realloc.runtime.forward.token_group import token_group
 from lightning_realloc.runtime.messages.objects import broadcast_object
@@ -32,6 +33,7 @@ from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.neighbour import Neighbour
 from lightning_realloc.runtime.parallel.shards import local_tensor
 from lightning_realloc.runtime.parallel.stage import get_stage_io
+from lightning_realloc.runtime.parallel.tensor_parallel import local_products
 
 Result = TypeVar("Result")
 LossStep = Callable[[nn.Module, int], Tensor]
@@ -87,8 +89,10 @@ class PipelineStage:
                     parameter.grad = torch.zeros_like(parameter)
                 gradient = local_tensor(parameter.grad)
                 self._other_end.dtype = gradient.dtype
-                other = self._other_end.exchange(gradient, tuple(gradient.shape))
-                assert other is not None, "an exchange with a shape receives a tensor"
+                self._other_end.post(gradient, tuple(gradient.shape))
+                other = self._other_end.receive(tuple(gradient.shape))
+                assert other is not None, "the other end of a pipeline has a rank"
+                self._other_end.settle()
                 gradient += other
 
     def shape(self, batch: PackedBatch) -> tuple[int, ...]:
@@ -129,12 +133,13 @@ def pipeline_infer(
     with torch.no_grad():
         stage.begin()
         for batch in micro_batches:
-            received = stage.before.exchange(None, stage.shape(batch))
+            received = stage.before.receive(stage.shape(batch))
             if stage.is_last:
                 with stage.io.open(batch.input_ids, received):
                     results.append(method(stage.model, batch))
             else:
-                stage.after.exchange(stage.run_blocks(batch, received), None)
+                stage.after.post(stage.run_blocks(batch, received))
+        stage.after.settle()
     return results if stage.is_last else None
 
 
@@ -143,59 +148,67 @@ def pipeline_train(
     micro_batches: Sequence[PackedBatch],
     loss_step: LossStep,
     *,
+    schedule: ScheduleName = "1f1b",
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     backward: Callable[[Tensor], None] = Tensor.backward,
 ) -> None:
     """Run every micro-batch forward and backward; gradients accumulate as in one process.
 
-    Collective over the pipeline, with the same micro-batches on every stage. FSDP reduces gradients in the backward
-    pass of the last micro-batch, and a weight on two stages then gets the sum of both. So there is none before.
+    Collective over the pipeline, with the same micro-batches on every stage. FSDP reduces gradients in the last pass
+    that adds to them, and a weight on two stages then gets the sum of both. So there is none before.
 
     Args:
+        schedule: Order of the passes.
         context: Makes a context manager for every forward pass, such as autocast.
         backward: Starts the backward pass from the result of ``loss_step``, on the last stage.
     """
-    _OneForwardOneBackward(stage, micro_batches, loss_step, context, backward).run()
+    passes = stage_passes(schedule, stage.index, stage.count, len(micro_batches))
+    weights = DeferredWeights() if schedule == "zero_bubble" else None
+    run = _StageRun(stage, micro_batches, loss_step, context, backward, passes, weights)
+    with nullcontext() if weights is None else weights.leaving_out(local_products(stage.model)):
+        run.run()
     stage.sum_tied_gradients()
 
 
 @dataclass
-class _OneForwardOneBackward:
-    """One run of the schedule: fill the pipeline, alternate forward and backward passes, drain it."""
+class _StageRun:
+    """One run of the passes of a stage."""
 
     _stage: PipelineStage
     _batches: Sequence[PackedBatch]
     _loss_step: LossStep
     _context: Callable[[], AbstractContextManager[Any]]
     _start_backward: Callable[[Tensor], None]
+    _passes: Sequence[StagePass]
+    _weights: DeferredWeights | None
+    """Gradients that backward passes leave out; None: they compute all."""
     _pending: deque[tuple[Tensor | None, Tensor]] = field(default_factory=deque, init=False)
     """(received, output or loss) of the micro-batches that wait for their backward pass."""
-    _num_done: int = field(default=0, init=False)
 
     def run(self) -> None:
-        before, after = self._stage.before, self._stage.after
-        self._stage.begin()
-        count = len(self._batches)
-        ahead = min(self._stage.count - self._stage.index - 1, count)
-        for number in range(ahead):
-            after.exchange(self._forward(number, before.exchange(None, self._shape(number))), None)
-        received = before.exchange(None, self._shape(ahead)) if ahead < count else None
-        for number in range(ahead, count):
-            output = self._forward(number, received)
-            gradient = after.exchange(output, self._shape(number - ahead))
-            upstream = self._backward(gradient)
-            received = before.exchange(upstream, self._shape(number + 1) if number + 1 < count else None)
-        for number in range(count - ahead, count):
-            before.exchange(self._backward(after.exchange(None, self._shape(number))), None)
+        stage = self._stage
+        stage.begin()
+        for one in self._passes:
+            expected = None if one.expected is None else self._shape(one.expected)
+            self._prepare_fsdp(is_last=one is self._passes[-1])
+            if one.kind == "forward":
+                stage.after.post(self._forward(one.micro_batch), expected)
+            elif one.kind == "weights":
+                self._compute_weights()
+            elif (gradient := self._backward(one.micro_batch)) is not None:
+                stage.before.post(gradient, expected)
+        stage.before.settle()
+        stage.after.settle()
 
     def _shape(self, number: int) -> tuple[int, ...]:
         return self._stage.shape(self._batches[number])
 
-    def _forward(self, number: int, received: Tensor | None) -> Tensor:
+    def _forward(self, number: int) -> Tensor:
         """Return the hidden states for the next stage or, on the last stage, the loss."""
+        stage, batch = self._stage, self._batches[number]
+        received = stage.before.receive(self._shape(number))
         if received is not None:
             received.requires_grad_()
-        stage, batch = self._stage, self._batches[number]
         with self._context():
             if stage.is_last:
                 with stage.io.open(batch.input_ids, received):
@@ -205,11 +218,12 @@ class _OneForwardOneBackward:
         self._pending.append((received, output))
         return output.detach()
 
-    def _backward(self, gradient: Tensor | None) -> Tensor | None:
-        """Run the oldest micro-batch's backward pass from its gradient or loss; return the gradient of its input."""
+    def _backward(self, number: int) -> Tensor | None:
+        """Run a micro-batch's backward pass from its gradient or loss; return the gradient of its input."""
+        gradient = self._stage.after.receive(self._shape(number))
         received, output = self._pending.popleft()
-        self._num_done += 1
-        self._prepare_fsdp(is_last=self._num_done == len(self._batches))
+        if self._weights is not None:
+            self._weights.begin_backward()
         if self._stage.is_last:
             self._start_backward(output)
         elif output.requires_grad:
@@ -222,6 +236,15 @@ class _OneForwardOneBackward:
                 "compute the loss from the model's output for the whole micro-batch"
             )
         return received.grad
+
+    def _compute_weights(self) -> None:
+        """Compute the gradients of weights that the oldest backward pass has left out."""
+        assert self._weights is not None, "only a schedule that leaves them out has such passes"
+        self._weights.compute_oldest()
+        if isinstance(self._stage.model, FSDPModule):
+            # FSDP adds or reduces gradients at the end of a backward pass. This one has none, so call it, as torch's
+            # own pipelines do.
+            self._stage.model._get_fsdp_state()._root_post_backward_final_callback()
 
     def _prepare_fsdp(self, *, is_last: bool) -> None:
         model = self._stage.model

@@ -97,7 +97,7 @@ class StageLink:
 
     def receive_states(self, num_tokens: int) -> Tensor | None:
         """Return the (1, N, D) hidden states of the previous stage; None on the first stage."""
-        return self._stage.before.exchange(None, (1, num_tokens, self.io.width))
+        return self._stage.before.receive((1, num_tokens, self.io.width))
 
     def send_states(self, num_tokens: int) -> None:
         """Send the hidden states of the last forward to the next stage, if there is one."""

@@ -30,7 +30,7 @@ from lightning_realloc.runtime.forward.tp_group import (
     sum_gradient_over,
 )
 from lightning_realloc.runtime.forward.vocab_parallel_logits import VocabParallelLogits
-from lightning_realloc.runtime.model.structure import combined_class, replace_parameter, tied_names
+from lightning_realloc.runtime.model.structure import combined_class, find_blocks, replace_parameter, tied_names
 from lightning_realloc.runtime.parallel.tp_plan import (
     PARTIAL_GRADIENT,
     REPLICATE,
@@ -188,6 +188,13 @@ class _SplitRowwiseLinear(_RowwiseLinear):
 def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Return whether the module, without gradients, only multiplies with its local weight and adds its bias."""
     return type(module) in (nn.Linear, _ColwiseLinear, _SharedHeadLinear) and "forward" not in vars(module)
+
+
+def local_products(model: nn.Module) -> list[nn.Linear]:
+    """Return the blocks' linear layers whose output has the gradient of their local product of input and weight."""
+    inside = (module for _, block in find_blocks(model) for module in block.modules())
+    linear = (module for module in inside if isinstance(module, nn.Linear) and "forward" not in vars(module))
+    return [module for module in linear if type(module) in (nn.Linear, _ColwiseLinear, _RowwiseLinear)]
 
 
 class _VocabularyEmbedding(_TensorParallelModule, nn.Embedding):

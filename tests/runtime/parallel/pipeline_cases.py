@@ -16,6 +16,7 @@ from lightning_realloc import limits
 from lightning_realloc.batch.packing import PackedBatch, pack
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
+from lightning_realloc.dataflow.pipeline_schedule import ScheduleName
 from lightning_realloc.layout import Layout, ModelLayout
 from lightning_realloc.runtime.forward import tiled_logits
 from lightning_realloc.runtime.forward.tiled_logits import DeferredLogits
@@ -47,6 +48,7 @@ class Case:
     token_classifier: bool = False  # with a head of one score per token, as a critic has
     lora_modules: tuple[str, ...] = ()
     checkpointing: bool = False
+    schedule: ScheduleName = "1f1b"
     tile_rows: int | None = None  # compute logits in tiles of so many tokens
     tolerance: float = 2e-5
 
@@ -205,7 +207,12 @@ class _Pair(Pair):
         set_training_mode(self.whole, dropout=False)
         losses: list[Tensor] = []
         with self._tiles():
-            pipeline_train(self.stage, self.mine, lambda model, number: self._recorded(losses, model, number))
+            pipeline_train(
+                self.stage,
+                self.mine,
+                lambda model, number: self._recorded(losses, model, number),
+                schedule=self.case.schedule,
+            )
         whole_losses = [self._loss(self.whole, batch) for batch in self.all]
         torch.stack(whole_losses).sum().backward()
         found = []

@@ -96,6 +96,25 @@ def test_critics_adapters_and_recomputed_activations_equal_one_process(workers: 
     _assert_nothing_differs(workers.run(pipeline_beside_the_reference, cases, deadline_s=170.0))
 
 
+@few_and_more(
+    [
+        Case("llama", "pp4", num_layers=4, num_micro_batches=5, schedule="zero_bubble"),
+        Case("qwen2", "pp2.fsdp2", TIED, checkpointing=True, num_micro_batches=4, schedule="zero_bubble"),
+        Case("qwen2", "pp2.tp2", TIED, lora_modules=("q_proj", "v_proj", "down_proj"), schedule="zero_bubble"),
+        Case("gpt2", "pp2.dp2", TIED, num_micro_batches=1, schedule="zero_bubble"),
+    ],
+    [
+        *(Case("qwen2", f"pp2.{axis}2", TIED, schedule="zero_bubble") for axis in ("cp", "dp", "tp")),
+        *(Case(family, "pp2@0-1", {}, checkpointing=True, schedule="zero_bubble") for family in FAMILIES[:-1]),
+        Case("llama", "pp4", num_layers=4, num_micro_batches=2, checkpointing=True, schedule="zero_bubble"),
+        Case("llama", "pp2.fsdp2", tile_rows=2, schedule="zero_bubble"),
+        Case("mixtral", "pp2.fsdp2.ep2", num_layers=3, checkpointing=True, schedule="zero_bubble"),
+    ],
+)
+def test_gradients_of_weights_that_wait_equal_one_process(workers: WorkerPool, cases: list[Case]) -> None:
+    _assert_nothing_differs(workers.run(pipeline_beside_the_reference, cases, deadline_s=170.0))
+
+
 def test_weights_move_between_stages_and_other_layouts_bit_for_bit(workers: WorkerPool) -> None:
     pairs = [("pp2@0-1", "dp2@0-1"), ("pp2.fsdp2", "dp2.tp2"), ("pp4", "tp2@2-3"), ("pp2.tp2", "pp4@3,2,1,0")]
 
