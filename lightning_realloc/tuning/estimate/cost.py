@@ -16,6 +16,7 @@ import numpy as np
 
 from lightning_realloc.dataflow.dataflow import CallKind
 from lightning_realloc.dataflow.execution_plan import CallPlan
+from lightning_realloc.dataflow.pipeline_schedule import idle_turns
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import AXES, Layout, ParallelDims
 from lightning_realloc.limits import MAX_CAPTURED_TOKENS
@@ -127,7 +128,7 @@ class CallCost:
         elif kind == "infer":
             parts = self._infer(shape)
         else:
-            parts = self._train(shape, plan.gradient_checkpointing).scaled(shape.num_steps)
+            parts = self._train(shape, plan).scaled(shape.num_steps)
         return parts + CallSeconds(other=self.links.efficiency.call_s)
 
     # ---- calls
@@ -136,14 +137,15 @@ class CallCost:
         stage = self._forward_stage(tokens, self.tokens.context, self._scored_head(rows))
         return self._pipelined(stage, self._exposed_gather(stage), shape.num_micro_batches, self._send(tokens))
 
-    def _train(self, shape: CallShape, checkpointing: bool) -> CallSeconds:
+    def _train(self, shape: CallShape, plan: CallPlan) -> CallSeconds:
         """Return the seconds of one optimizer step."""
         tokens, rows = self._micro_batch(shape)
         forward = self._forward_stage(tokens, self.tokens.context, self._scored_head(rows))
-        backward = self._backward_stage(tokens, rows, checkpointing)
+        backward = self._backward_stage(tokens, rows, plan.gradient_checkpointing)
         sharding = self._exposed_gather(forward) + self._exposed_gather(backward)
         sends = 2 * self._send(tokens)
-        one = self._pipelined(forward.plus(backward), sharding, shape.num_micro_batches, sends)
+        waiting = self._waiting_share(tokens, plan)
+        one = self._pipelined(forward.plus(backward), sharding, shape.num_micro_batches, sends, waiting_share=waiting)
         return one + self._reduce(backward) + self._sum_tied() + self._optimize()
 
     def _generate(self, shape: CallShape) -> CallSeconds:
@@ -241,14 +243,31 @@ class CallCost:
         scored = lengths.response if self.kernels.shape.num_outputs > 1 else lengths.sequence
         return samples * lengths.sequence, samples * scored
 
-    def _pipelined(self, stage: Pass, sharding: float, count: int, send: float) -> CallSeconds:
-        """Return the seconds of ``count`` micro-batches, with ``pp - 1`` idle turns that fill and drain a pipeline."""
-        turns = self.dims.pp - 1
+    def _waiting_share(self, tokens: float, plan: CallPlan) -> float | None:
+        """Return the part of a stage's passes that waits under ZB-H1: gradients of weights of linear layers.
+
+        None under 1F1B. Experts do not wait.
+        """
+        if plan.pipeline_schedule == "1f1b":
+            return None
+        kernels, context, share = self.kernels, self.tokens.context, self.trained_share
+        if kernels.shape.experts is not None:
+            return 0.0
+        forward = kernels.forward(tokens, context) * (2 if plan.gradient_checkpointing else 1)
+        return share * kernels.products(tokens) / (forward + kernels.backward(tokens, context, trained_share=share))
+
+    def _pipelined(
+        self, stage: Pass, sharding: float, count: int, send: float, *, waiting_share: float | None = None
+    ) -> CallSeconds:
+        """Return the seconds of ``count`` micro-batches, with the idle turns that fill and drain a pipeline."""
+        turns, waiting_turns = idle_turns("1f1b" if waiting_share is None else "zero_bubble", self.dims.pp, count)
+        waiting = (waiting_share or 0.0) * stage.total
+        idle = turns * (stage.total - waiting + sharding) + waiting_turns * waiting
         return CallSeconds(
             compute=count * stage.compute,
             tensor_parallel=count * stage.exchange,
             sharding=count * sharding,
-            pipeline=turns * (stage.total + sharding) + (count + turns) * send,
+            pipeline=idle + (count + turns) * send,
         )
 
     # ---- communication

@@ -49,14 +49,15 @@ class MeasuredCost(CallCost):
         stage = self._measured("infer", tokens, self.tokens.sequence).repeated(self._contention_of(count))
         return self._pipelined(stage, 0.0, count, self._send(tokens))
 
-    def _train(self, shape: CallShape, checkpointing: bool) -> CallSeconds:
+    def _train(self, shape: CallShape, plan: CallPlan) -> CallSeconds:
         count, (tokens, _) = shape.num_micro_batches, self._micro_batch(shape)
         usual, last = (self._measured(kind, tokens, self.tokens.sequence) for kind in ("train", "train_last"))
-        if checkpointing:
+        if plan.gradient_checkpointing:
             again = self._measured("infer", tokens, self.tokens.sequence, rest=False)
             usual, last = usual.plus(again), last.plus(again)
         usual, last = (stage.repeated(self._contention_of(count)) for stage in (usual, last))
-        parts = self._pipelined(usual, 0.0, count, 2 * self._send(tokens))
+        waiting = self._waiting_share(tokens, plan)
+        parts = self._pipelined(usual, 0.0, count, 2 * self._send(tokens), waiting_share=waiting)
         reduction = max(0.0, last.total - usual.total)
         step = self.optimizer(self.num_trained_sharded) * self.contention(1.0)
         return parts + CallSeconds(sharding=reduction, optimizer=step)

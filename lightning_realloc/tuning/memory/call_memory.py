@@ -288,7 +288,7 @@ class CallMemory:
         count, tokens, rows = self._micro_batches()
         pipelined = self.sizes.dims.pp - self.sizes.stage
         in_flight = min(count, pipelined) if self.sizes.dims.pp > 1 else 1
-        kept = in_flight * self._kept_activations(tokens)
+        kept = in_flight * self._kept_activations(tokens) + self._waiting(count, tokens)
         master, sizes = self.settings.master_bytes, self.sizes
         block, root = sizes.trained_block * self.weight_bytes, sizes.trained_root * self.weight_bytes
         shards = sizes.num_trained_sharded * master
@@ -328,6 +328,13 @@ class CallMemory:
             embedding = root if earlier else 0  # a whole gradient next to the one that it is added to
             moments.append(MemoryParts(gradients=sizes.num_trained * master + embedding, activations=one))
         return moments
+
+    def _waiting(self, count: int, tokens: int) -> int:
+        """Return the bytes from which gradients of weights are computed after as many backward passes as stages."""
+        if self.plan.pipeline_schedule == "1f1b" or self.role.shape is None:
+            return 0
+        each = tokens * self.role.shape.product_elements(self._tp) * self.activation_bytes
+        return min(count, self.sizes.stage) * self.sizes.num_blocks * each
 
     def _kept_activations(self, tokens: int) -> int:
         """Return the bytes that a pass keeps on the device: of offloaded activations, those that move."""

@@ -123,6 +123,15 @@ class ModelShape:
             mlp = moved * max((2 if self.gated else 1) * each, 3 * self.hidden)
         return int(2 * self.hidden + max(mlp, self.queries(tp) + 2 * self.keys(tp)))
 
+    def product_elements(self, tp: int) -> int:
+        """Return the elements per token of inputs of a block's linear layers, and of their outputs' gradients.
+
+        Without those of experts, whose gradients never wait for a pass of their own.
+        """
+        attention = 2 * self.hidden + 2 * self.queries(tp) + 2 * self.keys(tp)
+        mlp = 2 * self.hidden + (3 if self.gated else 2) * self.intermediate / tp
+        return int(attention + (mlp if self.experts is None else 0))
+
     def _mlp_saved(self, tp: int) -> float:
         """Return the elements per token that a block keeps of its MLP or its experts, as a mean over blocks.
 

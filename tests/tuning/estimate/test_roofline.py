@@ -134,6 +134,20 @@ def test_a_pipeline_waits_for_its_first_and_last_micro_batch() -> None:
     assert few.pipeline > 1.9 * four.pipeline
 
 
+def test_gradients_of_weights_that_wait_fill_idle_turns_at_both_ends() -> None:
+    answers = estimator(
+        LLAMA.replace("vocabulary=32000", "vocabulary=32"),
+        cluster=replace(CLUSTER, device_memory_bytes_per_s=1e18, intra_node_bytes_per_s=1e18),
+        efficiency=IDEAL,
+    )
+    usual = seconds("actor.train", "pp4", answers).pipeline
+    less = seconds("actor.train", "pp4", answers, pipeline_schedule="zero_bubble").pipeline
+    # A stage's products of one micro-batch, which the gradients of its weights take as well. Three turns of idle time
+    # lose them, and three more have them.
+    weights = 2 * 8 * (4 * 4096**2 + 3 * 4096 * 11008) * 8192 / CLUSTER.device_flops
+    assert usual - less == pytest.approx(6 * weights, rel=0.02)
+
+
 @pytest.mark.parametrize(("call", "num_ways"), [("reference.infer", 1), ("actor.train", 2)])
 def test_a_pipeline_sends_hidden_states_forward_and_their_gradients_back(call: str, num_ways: int) -> None:
     thin, wide = (

@@ -254,6 +254,19 @@ def test_ranks_that_divide_rows_and_host_memory_keep_fewer_activations() -> None
     assert activations(activation_offload=True) < 0.8 * activations()
 
 
+def test_weights_whose_gradients_wait_keep_inputs_and_gradients_of_their_layers() -> None:
+    def activations(rank: int, **options: object) -> int:
+        train = {"layout": "pp3@0-2", "gradient_checkpointing": True, **options}
+        return forecast(plan("dp1@3", "dp1@3", train), LOAD).at("actor.train", rank).activations
+
+    # A micro-batch of 4 sequences has 40 tokens, and a stage one block. Inputs of its layers: twice the width, the
+    # query heads and the MLP's features. Their outputs' gradients: heads, twice the width, and twice those features.
+    elements = (2 * 10 + 10 + 20) + (10 + 2 * 5 + 2 * 10 + 2 * 20)
+    for rank in range(3):
+        more = activations(rank, pipeline_schedule="zero_bubble") - activations(rank)
+        assert more == min(rank, 2) * 40 * elements * 4
+
+
 def test_without_a_workload_only_bytes_independent_of_sequences_are_counted() -> None:
     for entry in forecast(plan("dp4", "dp4", "fsdp4")).phases:
         assert entry.parts.activations == entry.parts.logits == entry.parts.kv_cache == 0
