@@ -10,11 +10,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
+from lightning_realloc.dataflow.pipeline_schedule import ScheduleName
 from lightning_realloc.errors import LayoutError, PlanError
 from lightning_realloc.layout.dims import Layout, is_count
 from lightning_realloc.layout.model import ModelLayout, ModelSpec
@@ -46,6 +47,9 @@ class CallPlan:
     environment, as many more may keep their keys and values while they wait for its answer."""
     activation_offload: bool = False
     """Keep activations in host memory until the backward pass; applies to training calls on CUDA devices only."""
+    pipeline_schedule: ScheduleName = "1f1b"
+    """Order of the passes of pipeline stages; applies to training calls with pp > 1 only. ``"zero_bubble"`` computes
+    gradients of weights while a stage would wait."""
 
     def __post_init__(self) -> None:
         if self.micro_batch_tokens is not None and not is_count(self.micro_batch_tokens):
@@ -59,11 +63,21 @@ class CallPlan:
         for name in ("gradient_checkpointing", "activation_offload"):
             if not isinstance(getattr(self, name), bool):
                 raise PlanError(f"{name}={getattr(self, name)!r} must be true or false")
+        if self.pipeline_schedule not in get_args(ScheduleName):
+            raise PlanError(
+                f"pipeline_schedule={self.pipeline_schedule!r} must be one of {', '.join(get_args(ScheduleName))}"
+            )
+        if self.pipeline_schedule != "1f1b" and self.layout.dims.pp == 1:
+            raise PlanError(
+                f"pipeline_schedule={self.pipeline_schedule!r} orders the passes of pipeline stages, and layout "
+                f"{self.layout} has one stage; leave it out, or use pp > 1"
+            )
 
     @property
-    def options(self) -> tuple[int | None, bool, int, bool]:
+    def options(self) -> tuple[int | None, bool, int, bool, ScheduleName]:
         """All fields but the layout, in the order in which the constructor takes them."""
-        return self.micro_batch_tokens, self.gradient_checkpointing, self.max_slots, self.activation_offload
+        passes = self.micro_batch_tokens, self.gradient_checkpointing
+        return *passes, self.max_slots, self.activation_offload, self.pipeline_schedule
 
     @classmethod
     def parse(cls, name: str, entry: object) -> CallPlan:
@@ -110,6 +124,7 @@ _OPTIONS_OF = {
     "gradient_checkpointing": ("train",),
     "max_slots": ("generate",),
     "activation_offload": ("train",),
+    "pipeline_schedule": ("train",),
 }
 """Option of a call's plan -> kinds of calls that use it."""
 

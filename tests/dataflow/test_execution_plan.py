@@ -104,6 +104,14 @@ def test_an_error_names_the_call_of_the_plan_rather_than_one_that_copies_its_lay
             {"calls": {"a": {"layout": "tp2", "micro_batch_tokens": 0}}},
             r"calls\.a: micro_batch_tokens=0 must be",
         ),
+        (
+            {"calls": {"a": {"layout": "pp2", "pipeline_schedule": "gpipe"}}},
+            r"calls\.a: pipeline_schedule='gpipe' must be one of 1f1b, zero_bubble",
+        ),
+        (
+            {"calls": {"a": {"layout": "tp2", "pipeline_schedule": "zero_bubble"}}},
+            r"calls\.a: pipeline_schedule='zero_bubble' orders .* layout tp2@0-1 has one stage; leave it out",
+        ),
     ],
 )
 def test_entries_that_cannot_be_read_are_named(mapping: Any, message: str) -> None:

@@ -133,6 +133,12 @@ def offload_without_a_gpu() -> Any:
     return runs.sft(), plan, Batches(1, responses=True)
 
 
+def compiled_zero_bubble() -> Any:
+    """A compiler and a schedule that both change the backward pass of a layer."""
+    plan = calls(actor_train={"layout": "pp2", "pipeline_schedule": "zero_bubble"})
+    return runs.sft(train_options=runs.options(compile="eager")), plan, Batches(1, responses=True)
+
+
 def missing_plan_file() -> Any:
     """A path that does not exist."""
     return runs.sft(), "no/such/plan.yaml", Batches(1, responses=True)
@@ -176,6 +182,7 @@ def test_invalid_plans_are_refused(workers: WorkerPool) -> None:
             unknown_call: "names critic.train, which this algorithm does not have; it has actor.infer, actor.train",
             unknown_option: "calls.actor.train has no option 'microbatch'; it has activation_offload",
             offload_without_a_gpu: "PlanError: calls.actor.train: activation_offload moves activations from a CUDA",
+            compiled_zero_bubble: "PlanError: calls.actor.train: pipeline_schedule='zero_bubble' divides the backward",
             missing_plan_file: "PlanError: plan file no/such/plan.yaml: ",
             no_tensor_parallel_plan: "LayoutError: ",
             style_that_leaves_out_gradients: "LayoutError: actor: the gradient of model.layers.0.mlp.act_fn.alpha_",

@@ -196,6 +196,7 @@ class TrainCalls:
                 self._stage(job.replica),
                 batches,
                 lambda _, number: self._loss(job, batches[number], micro_batches[number], totals, sums),
+                schedule=self._context.pool.plan.call(job.call.name).pipeline_schedule,
                 context=partial(self._counted_forward, is_wrapped),
                 backward=self._hooks.backward_loss,
             )

@@ -123,7 +123,18 @@ class PoolBuilder:
                 f"calls.{offloading[0]}: activation_offload moves activations from a CUDA device to host memory, and "
                 f"this run is on {self.facts.device.type}; leave it out, or set gradient_checkpointing"
             )
+        self._refuse_compiled_schedule(plan)
         return plan
+
+    def _refuse_compiled_schedule(self, plan: ExecutionPlan) -> None:
+        for name, call in plan.calls:
+            if call.pipeline_schedule == "zero_bubble":
+                backend = self.module.train_options_of(self.dataflow.call(name).role).compile
+                if backend is not None:
+                    raise PlanError(
+                        f"calls.{name}: pipeline_schedule='zero_bubble' divides the backward pass of a layer, which "
+                        f"compile={backend!r} fuses; leave one of them out"
+                    )
 
     def _make_plan(self, source: NamedPlan, specs: Mapping[str, ModelSpec]) -> ExecutionPlan:
         """Return the plan itself, or make the one that is named; see `heuristic_plan`."""

@@ -26,7 +26,8 @@ def test_sft_gives_the_same_results_through_stages(workers: WorkerPool, layout: 
     (one,) = on_ranks(workers, run_sft, ["heuristic"], settings, batches, 1)
     (two,) = on_ranks(workers, run_sft, [calls(actor_train="pp2")], settings, batches, 2)
     assert_same(two, one)
-    (four,) = on_ranks(workers, run_sft, [calls(actor_train=layout)], settings, batches, 4)
+    train = {"layout": layout, "pipeline_schedule": "zero_bubble"}
+    (four,) = on_ranks(workers, run_sft, [calls(actor_train=train)], settings, batches, 4)
     assert_same(four, one)
 
 
