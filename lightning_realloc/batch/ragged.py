@@ -84,8 +84,8 @@ class Ragged:
 
     def select(self, indices: Sequence[int] | Tensor) -> Ragged:
         """Return the sequences at these positions, in this order; a position may repeat."""
-        rows = as_indices(indices, len(self))
-        begins, ends = self.offsets[rows].tolist(), self.offsets[rows + 1].tolist()
+        rows, offsets = as_indices(indices, len(self)), self.offsets
+        begins, ends = offsets[rows].tolist(), offsets[rows + 1].tolist()
         parts = [self.values[begin:end] for begin, end in zip(begins, ends, strict=True)]
         return Ragged(torch.cat(parts) if parts else self.values[:0], self.lengths[rows])
 
