@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -240,12 +241,17 @@ def train_in_layout(
     return train(module, ReallocStrategy(plan, **strategy), world_size, batches, **options)
 
 
+_outcomes: dict[bytes, Outcome] = {}
+
+
 def outcome_of(workers: WorkerPool, run: Callable[..., Outcome], *arguments: Any, world_size: int) -> Outcome:
-    """Return the first rank's outcome of a function on all ranks, which log the same."""
-    everyone = workers.run(run, *arguments, world_size=world_size, init_process_group=False)
-    assert all(outcome.logged == everyone[0].logged for outcome in everyone)
-    first: Outcome = everyone[0]
-    return first
+    """Return the first rank's outcome of a function on all ranks, which log the same. Equal runs are made once."""
+    key = pickle.dumps((run, arguments, world_size))
+    if key not in _outcomes:
+        everyone = workers.run(run, *arguments, world_size=world_size, init_process_group=False)
+        assert all(outcome.logged == everyone[0].logged for outcome in everyone)
+        _outcomes[key] = everyone[0]
+    return _outcomes[key]
 
 
 def options(**settings: Any) -> TrainOptions:

@@ -21,7 +21,7 @@ from tests.generation.test_engine import reference_greedy, reference_logprobs
 from tests.matrices import crossed
 from tests.models import tiny_model
 
-PARAMS = SamplingParams(max_new_tokens=12, temperature=0.9, top_p=0.95, seed=3, ignore_eos=True)
+PARAMS = SamplingParams(max_new_tokens=8, temperature=0.9, top_p=0.95, seed=3, ignore_eos=True)
 FAMILIES = ("llama", "qwen3", "gemma", "gemma2", "phi3", "gpt_neox", "gpt2", "opt")
 Bits = dict[int, tuple[tuple[int, ...], tuple[float, ...]]]
 """Sample id -> its tokens and log-probabilities."""

@@ -27,7 +27,7 @@ from tests.matrices import crossed
 from tests.models import tiny_model
 
 SAMPLED = SamplingParams(max_new_tokens=40, n=2, seed=3, ignore_eos=True)
-LIMITS = [3, 40, 11, 25, 7, 32, 18]
+LIMITS = [3, 26, 8, 17, 5, 21, 12]
 FEW_LIMITS = [2, 14, 5, 9, 4]
 """Limits of runs that only have to capture, replay or fail."""
 

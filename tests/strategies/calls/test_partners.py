@@ -173,7 +173,9 @@ def recall(layouts: dict[str, str], world_size: int) -> list[set[str]]:
 @pytest.mark.parametrize(
     "layouts",
     [
-        {"actor_generate": "dp1", "reference_infer": "dp1", "actor_train": "dp1"},
+        pytest.param(
+            {"actor_generate": "dp1", "reference_infer": "dp1", "actor_train": "dp1"}, marks=pytest.mark.exhaustive
+        ),
         {"actor_generate": "dp2", "reference_infer": "tp2", "actor_train": "fsdp2"},
     ],
 )

@@ -94,7 +94,7 @@ class DraftRates(Callback):
 
 
 def run_epochs(drafter: str) -> tuple[list[float], Outcome]:
-    """Return tokens per step and the outcome of three epochs over the same prompts, shuffled over two ranks."""
+    """Return tokens per step and the outcome of two epochs over the same prompts, shuffled over two ranks."""
     sampling = SamplingParams(n=4, max_new_tokens=16)
     drafting = Speculation(drafter=drafter, num_draft_tokens=4)  # type: ignore[arg-type]
     actor = tiny_model("llama")
@@ -102,7 +102,7 @@ def run_epochs(drafter: str) -> tuple[list[float], Outcome]:
         actor.lm_head.weight.mul_(30.0)  # a policy that is certain of some tokens, as trained ones are
     module = runs.grpo(actor=actor, speculation=drafting, sampling=sampling, learning_rate=1e-4)
     record = DraftRates()
-    outcome = runs.train(module, runs.plan_of(module, "dp2"), 2, Batches(2), max_epochs=3, callbacks=[record])
+    outcome = runs.train(module, runs.plan_of(module, "dp2"), 2, Batches(2), max_epochs=2, callbacks=[record])
     return record.rates, outcome
 
 
@@ -112,9 +112,9 @@ def test_history_drafts_more_accepted_tokens_than_the_samples_own_text(workers: 
     (by_history, history), (by_own_text, own_text) = run("history"), run("ngram")
     assert history.tokens == own_text.tokens  # as without drafts, see above
     assert history.rewards == own_text.rewards
-    # From the second epoch on, every prompt has an earlier response, half of the time on the other rank.
+    # In the second epoch, every prompt has an earlier response, half of the time on the other rank.
     assert min(by_history[2:]) > max(by_own_text[2:])
-    assert sum(by_history[2:]) / 4 > 1.5
+    assert sum(by_history[2:]) / 2 > 1.3
 
 
 @dataclass
