@@ -70,6 +70,7 @@ EXPERT_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "mixtral": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {**SIZES, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
 }
+"""Mixtures of experts. They run only without tensor parallelism."""
 FURTHER_EXPERT_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "olmoe": {**SIZES, "num_experts": 4, "num_experts_per_tok": 2},
     "glm4_moe": {
@@ -83,7 +84,6 @@ FURTHER_EXPERT_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     },
 }  # fmt: skip
 """Further mixtures of experts: with norms over all heads, and with shared experts and a first dense block."""
-"""Mixtures of experts. They run only without tensor parallelism."""
 SCORING_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gemma2": {**SIZES, "head_dim": 16, "sliding_window": 6, "attn_logit_softcapping": 0.5},
     "gpt_oss": {**SIZES, "head_dim": 16, "sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2},

@@ -70,11 +70,23 @@ class StageIO:
 
 
 class _Placeholder(Placeholder):
-    """Replaces a module whose parameters lie on another stage."""
+    """Replaces a module whose parameters lie on another stage.
+
+    Saved buffers stay, under their names: the first rank writes them into files that hold the whole model.
+    """
 
     def __init__(self, replaced: nn.Module, io: StageIO) -> None:
         super().__init__(replaced)
         self.io = io
+        for path, module in replaced.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    holder: nn.Module = self
+                    for part in path.split(".") if path else ():
+                        if part not in holder._modules:
+                            holder.add_module(part, nn.Module())
+                        holder = holder.get_submodule(part)
+                    holder.register_buffer(name, buffer)
 
 
 class _InputPlaceholder(_Placeholder):

@@ -126,10 +126,11 @@ def _stage(model: nn.Module, index: int, layout: str = "pp2") -> nn.Module:
     return model
 
 
-def test_a_stage_keeps_names_indices_and_buffers_of_the_whole_model() -> None:
-    whole = tiny_model("qwen3")
+@pytest.mark.parametrize("family", ["qwen3", "glm4_moe"])  # the second saves buffers that choose experts
+def test_a_stage_keeps_names_indices_and_buffers_of_the_whole_model(family: str) -> None:
+    whole = tiny_model(family)
     layout = ModelLayout(describe_model(whole), Layout.parse("pp2"))
-    stages = [_stage(tiny_model("qwen3"), index) for index in (0, 1)]
+    stages = [_stage(tiny_model(family), index) for index in (0, 1)]
 
     for rank, stage in enumerate(stages):
         assert tuple(name for name, _ in stage.named_parameters()) == layout.names(rank)
