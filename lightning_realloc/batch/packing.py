@@ -70,6 +70,8 @@ class PackedBatch:
     """Further columns: per token, (N, ...), zero outside responses, if ragged; else per sequence, (B, ...)."""
     data: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     """Columns of the data set, B Python objects each."""
+    expert_counts: Tensor | None = None
+    """(layers, experts) int64, to which forward passes add the tokens of `response_mask` by expert; None: nowhere."""
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.errors import GenerationError, ReallocError
@@ -115,6 +115,11 @@ class Engine(ABC):
     @property
     def migration_stats(self) -> MigrationStats | None:
         """Samples that moved from and to this rank in the last call, and their cost; None where samples stay."""
+        return None
+
+    @property
+    def expert_counts(self) -> Tensor | None:
+        """(layers, experts) tokens of the responses by expert, since `sharing` began; None if they are not counted."""
         return None
 
     @property

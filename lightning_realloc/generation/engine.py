@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Real
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.base_engine import Engine, EngineCall
@@ -34,6 +34,7 @@ from lightning_realloc.generation.engine_parts import (
 )
 from lightning_realloc.generation.forward.attention import attention_given_back, check_idle, slot_attention
 from lightning_realloc.generation.forward.batch_invariant import BatchInvariantRunner, check_invariant
+from lightning_realloc.generation.forward.expert_records import ExpertRecords
 from lightning_realloc.generation.forward.packed_linear import packed_linears
 from lightning_realloc.generation.forward.runner import ModelRunner
 from lightning_realloc.generation.loop.environment import (
@@ -45,6 +46,7 @@ from lightning_realloc.generation.loop.environment import (
 )
 from lightning_realloc.generation.loop.run import Budget, GenerationRun, GenerationStats
 from lightning_realloc.generation.loop.sample_access import SampleAccess
+from lightning_realloc.generation.loop.streaming import PartialResults
 from lightning_realloc.generation.schedule.paged_scheduler import PagedScheduler
 from lightning_realloc.generation.schedule.scheduler import Scheduler
 from lightning_realloc.generation.schedule.slot_plan import Prompt
@@ -157,7 +159,10 @@ class GenerationEngine(Engine):
         self._wall_clock = wall_clock
         self._cache = SlotCache() if max_cache_bytes is None else PagedCache(int(max_cache_bytes))
         graphs = cuda_graphs if lockstep is None else False
-        self._graphs = build_graphs(model, self._cache, graphs=graphs, compile=compile, is_invariant=batch_invariant)
+        self._records = ExpertRecords.of_model(model)
+        self._graphs = build_graphs(
+            model, self._cache, graphs=graphs, compile=compile, is_invariant=batch_invariant, records=self._records
+        )
         self._batch_invariant = batch_invariant
         self._pack_weights = pack_weights and not batch_invariant
         self._decoding = build_decoding(model, speculation, drafter, agree=agree, clock=clock, cuda_graphs=bool(graphs))
@@ -169,6 +174,27 @@ class GenerationEngine(Engine):
     def migration_stats(self) -> MigrationStats | None:
         """Samples that moved from and to this rank in the last call, and their cost; None without peers."""
         return None if self._rebalancer is None else self._rebalancer.stats
+
+    @property
+    def expert_counts(self) -> Tensor | None:
+        return None if self._records is None else self._records.counts
+
+    def record_experts(self) -> None:
+        """Keep the experts that the model's routers choose for each token, in `Completion.experts` of later calls."""
+        if self._records is None:
+            raise GenerationError(
+                f"{type(self._model).__name__} has no routers whose experts could be recorded: modules that return "
+                f"logits, weights and experts, as in transformers' mixtures of experts"
+            )
+        self._records.keeps = True
+
+    @contextmanager
+    def sharing(self, partial_results: PartialResults | None = None) -> Iterator[None]:
+        """Share finished responses and progress with other calls inside this context, and count experts anew."""
+        if self._records is not None:
+            self._records.counts = None
+        with super().sharing(partial_results):
+            yield
 
     @contextmanager
     def interrupted(self) -> Iterator[None]:
@@ -217,6 +243,7 @@ class GenerationEngine(Engine):
             longest=longest,
             most_slots=num_slots + num_kept,
             graphs=self._graphs,
+            records=self._records,
         )
         scheduler = self._scheduler(waiting, samples, executor, num_slots, num_kept)
         return GenerationRun(

@@ -17,6 +17,7 @@ from lightning_realloc.generation.core.model_config import vocabulary_of
 from lightning_realloc.generation.core.plain_decoding import Decoding
 from lightning_realloc.generation.forward.batch_invariant import TileGraphs
 from lightning_realloc.generation.forward.cuda_graphs import CapturedForwards, StepGraphs
+from lightning_realloc.generation.forward.expert_records import ExpertRecords
 from lightning_realloc.generation.loop.environment import Conversation, Conversations, Environment
 from lightning_realloc.runtime.messages.environment_waits import WaitMeter
 
@@ -41,7 +42,13 @@ def num_kept_slots(cache: KVCache, num_slots: int, num_samples: int) -> int:
 
 
 def build_graphs(
-    model: nn.Module, cache: CapturableCache, *, graphs: CudaGraphs, compile: str | None, is_invariant: bool
+    model: nn.Module,
+    cache: CapturableCache,
+    *,
+    graphs: CudaGraphs,
+    compile: str | None,
+    is_invariant: bool,
+    records: ExpertRecords | None,
 ) -> CapturedForwards[Any] | None:
     """Return captured forwards, which are kept between calls: of tiles where ``is_invariant``; None: none may be."""
     collective = graphs == "collective"
@@ -49,7 +56,7 @@ def build_graphs(
         return None
     if is_invariant:
         return TileGraphs(model, cache, collective=collective)
-    return StepGraphs(model, cache, compile=compile, collective=collective)
+    return StepGraphs(model, cache, compile=compile, collective=collective, records=records)
 
 
 def build_decoding(

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.errors import GenerationError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FinishReason = Literal["stop", "environment", "max_turns", "length", "failure", "unfinished"]
 
@@ -36,6 +39,9 @@ class Completion:
     """The prompt, and the model's further inputs."""
     error: str | None = None
     """Message of the environment's failure; None if there was none."""
+    experts: Tensor | None = field(default=None, compare=False, repr=False)
+    """(N, layers * chosen) experts of the tokens that the model has read, all of prompt and response but
+    the last one; those of the first layer come first. None unless the engine records them."""
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -75,6 +81,8 @@ class Sample:
     error: str | None = None
     prompt_index: int = -1
     """Index of the prompt in the call that started the response; by default ``prompt_number``."""
+    experts: Tensor | None = field(default=None, compare=False, repr=False)
+    """Experts of the positions that were read at the end of the latest turn; see `Completion`."""
     max_turn_tokens: int | None = None
     """Most tokens of a turn of the model; None: as many as the response."""
 
@@ -147,7 +155,7 @@ class Sample:
         self.token_ids, self.logprobs, self.model_mask = other.token_ids, other.logprobs, other.model_mask
         self.last_token, self.position, self.num_read = other.last_token, other.position, other.num_read
         self.turn, self.turn_begin = other.turn, other.turn_begin
-        self.finish_reason, self.error = other.finish_reason, other.error
+        self.finish_reason, self.error, self.experts = other.finish_reason, other.error, other.experts
 
     @property
     def sequence(self) -> list[int]:
@@ -182,6 +190,7 @@ class Sample:
         return Completion(
             self.sample_id, self.prompt_index, tuple(self.token_ids), tuple(self.logprobs), self.finish_reason,
             tuple(self.model_mask), (*self.earlier_versions, *[version] * num_new), self.input, self.error,
+            self.experts,
         )  # fmt: skip
 
 

@@ -181,6 +181,12 @@ class StepExecutor(Protocol):
     def read(self, slot: int, begin: int, end: int) -> Tensor:
         """Return the keys and values of these positions as (bytes,) uint8 on the host."""
 
+    def read_experts(self, slot: int, counted_from: int, end: int) -> Tensor | None:
+        """Count the experts of a slot's positions from ``counted_from`` to ``end``; return those of all before ``end``.
+
+        (end, layers * chosen experts) on the host; None if they are not recorded.
+        """
+
     def write(self, slot: int, parts: Sequence[tuple[int, int, Tensor]], shapes: Sequence[LayerShape]) -> None:
         """Write (begin, end, content), as `read` returned it on a rank with layers of these shapes."""
 

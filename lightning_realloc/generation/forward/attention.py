@@ -19,7 +19,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.cache.kv_cache import StepPlaces
 from lightning_realloc.generation.core.model_config import OTHER_ENGINE
+from lightning_realloc.generation.forward.expert_records import ExpertRecords
 from lightning_realloc.generation.forward.packed_step import PackedStep, is_visible
+from lightning_realloc.runtime.forward.routers import RoutedPass
 from lightning_realloc.runtime.forward.varlen import attend_varlen, can_attend_varlen
 
 IMPLEMENTATION = "realloc_slots"
@@ -264,20 +266,24 @@ def run_packed(
     *,
     kept: int | Tensor,
     extras: Mapping[str, Tensor] | None = None,
+    routed: RoutedPass | None = None,
 ) -> Tensor:
     """Return the logits (K, V) of the last ``kept`` tokens, or of those at these indices (K,).
 
-    ``ids`` and ``positions`` are (1, N). ``extras`` are further inputs of the model by keyword.
+    ``ids`` and ``positions`` are (1, N). ``extras`` are further inputs of the model by keyword. ``routed`` records the
+    experts of the tokens, which are stored next to their keys and values.
     """
     output = model(
         input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=kept,
-        **{STEP_ARGUMENT: StepArgument(step)}, **(extras or {}),
+        **{STEP_ARGUMENT: StepArgument(step)}, **(extras or {}), **({} if routed is None else routed.arguments),
     )  # fmt: skip
     if not step.attended:  # the forward mixed samples
         raise GenerationError(
             f"{type(model).__name__} cannot be generated from in process: its layers do not look their attention up in "
             f"its forward; {OTHER_ENGINE}"
         )
+    if routed is not None:
+        ExpertRecords.store(routed, step.cached)
     logits: Tensor = output.logits[0]
     return logits
 

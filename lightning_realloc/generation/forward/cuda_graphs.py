@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lightning_realloc.generation.cache.kv_cache import CapturableCache
 from lightning_realloc.generation.core.step import DecodeRow
 from lightning_realloc.generation.forward.attention import IMPLEMENTATION, run_packed
+from lightning_realloc.generation.forward.expert_records import ExpertRecords
 from lightning_realloc.generation.forward.fused_layers import fused_norms, joined_linears
 from lightning_realloc.generation.forward.packed_step import PackedStep
 from lightning_realloc.generation.forward.step_shapes import (
@@ -75,6 +76,7 @@ class CapturedForwards(Generic[ShapeT]):
         compile: Backend of ``torch.compile`` for the blocks of captured steps; None: their kernels as they are.
         collective: Whether forwards of tensor-parallel models are captured, too, with NCCL's collectives. All ranks of
             the group make the same calls.
+        records: Records the experts of tokens; None: they are not recorded.
     """
 
     fuses_layers = True
@@ -89,6 +91,7 @@ class CapturedForwards(Generic[ShapeT]):
         device_type: str = "cuda",
         compile: str | None = None,
         collective: bool = False,
+        records: ExpertRecords | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
@@ -97,6 +100,7 @@ class CapturedForwards(Generic[ShapeT]):
         self._device_type = device_type
         self._compile = compile
         self._is_collective = collective
+        self._records = records
         self._group: TensorParallelGroup | None = None
         """Ranks that capture and replay together."""
         self.capture_s = 0.0
@@ -323,7 +327,8 @@ class StepGraphs(CapturedForwards[StepShape]):
             cached = self._cache.captured_places(places[0], num_rows=shape.rows, attended_length=shape.length)
             counts, lengths = [shape.width] * shape.rows, [shape.length] * shape.rows
             step = PackedStep(cached, positions[0], counts, lengths, shape.length)
-            return run_packed(self._model, ids, positions, step, kept=shape.num_tokens)
+            routed = None if self._records is None else self._records.routed_pass()
+            return run_packed(self._model, ids, positions, step, kept=shape.num_tokens, routed=routed)
 
         return self._capture(shape, inputs, forward, num_logits=shape.num_tokens)
 

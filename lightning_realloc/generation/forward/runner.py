@@ -23,6 +23,7 @@ from lightning_realloc.generation.core.step import (
 )
 from lightning_realloc.generation.forward.attention import run_packed
 from lightning_realloc.generation.forward.cuda_graphs import CapturedForwards
+from lightning_realloc.generation.forward.expert_records import ExpertRecords
 from lightning_realloc.generation.forward.packed_step import PackedStep, segments_of
 
 
@@ -37,6 +38,7 @@ class ModelRunner(StepExecutor):
         longest: Most positions that a slot will ever need.
         most_slots: Most slots that will ever be needed; None: unknown.
         graphs: Replays steps that read no prompts, or tiles; None: nothing is replayed.
+        records: Records the experts of tokens; None: they are not recorded.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class ModelRunner(StepExecutor):
         longest: int,
         most_slots: int | None = None,
         graphs: CapturedForwards[Any] | None = None,
+        records: ExpertRecords | None = None,
     ) -> None:
         self.cache = cache
         self._model = model
@@ -55,6 +58,7 @@ class ModelRunner(StepExecutor):
         self._num_slots = num_slots
         self._longest = longest
         self._most_slots = most_slots
+        self._records = records
         self._graphs: Any = graphs if graphs is not None and graphs.begin() else None
         self._rule: DrawRule | None = None
         self._submitted: tuple[ForwardStep, Tensor] | None = None
@@ -130,7 +134,8 @@ class ModelRunner(StepExecutor):
         self, ids: Tensor, positions: Tensor, step: PackedStep, kept: int | Tensor, extras: Mapping[str, Tensor]
     ) -> Tensor:
         """Run the model on a packed row, as `run_packed`."""
-        return run_packed(self._model, ids, positions, step, kept=kept, extras=extras)
+        routed = None if self._records is None else self._records.routed_pass()
+        return run_packed(self._model, ids, positions, step, kept=kept, extras=extras, routed=routed)
 
     def _extras(self, prefills: Sequence[PrefillChunk]) -> dict[str, Tensor]:
         """Return the model's further inputs, those of all prompts concatenated."""
@@ -161,6 +166,9 @@ class ModelRunner(StepExecutor):
 
     def read(self, slot: int, begin: int, end: int) -> Tensor:
         return self.cache.read(slot, begin, end)
+
+    def read_experts(self, slot: int, counted_from: int, end: int) -> Tensor | None:
+        return None if self._records is None else self._records.read(self.cache, slot, counted_from, end)
 
     def describe(self) -> list[LayerShape]:
         return self.cache.describe()

@@ -327,6 +327,8 @@ class GenerationRun:
         """Ask the environment for an answer, or finish the response."""
         index = self.scheduler.slots[slot]
         assert index is not None, f"slot {slot} ended a turn and has no sample"
+        turn_begin = len(sample.prompt) + sample.turn_begin
+        sample.experts = self.executor.read_experts(slot, turn_begin, sample.num_read)
         if sample.finish_reason == "stop" and self._ask(index, sample):
             self.scheduler.park(slot, sample.num_read)
         else:

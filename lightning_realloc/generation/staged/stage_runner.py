@@ -36,10 +36,15 @@ class StageRunner(ModelRunner):
     def _run(
         self, ids: Tensor, positions: Tensor, step: PackedStep, kept: int | Tensor, extras: Mapping[str, Tensor]
     ) -> Tensor:
-        received = self._link.receive_states(ids.shape[1])
+        num_tokens, routed = ids.shape[1], None
+        received = self._link.receive_states(num_tokens)
+        if self._records is not None:
+            routed = self._records.routed_pass(self._link.receive_bytes(self._records.routers.no_record(ids)))
         with self._link.io.open(ids, received):
-            logits = run_packed(self._model, ids, positions, step, kept=kept, extras=extras)
-        self._link.send_states(ids.shape[1])
+            logits = run_packed(self._model, ids, positions, step, kept=kept, extras=extras, routed=routed)
+        self._link.send_states(num_tokens)
+        if routed is not None:
+            self._link.send_bytes(routed.record())
         return logits
 
 

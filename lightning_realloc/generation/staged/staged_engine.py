@@ -102,7 +102,8 @@ class StagedEngine(GenerationEngine):
     def _runner(self, kind: type[R], opening: Opening, group: int) -> R:
         slots, longest, most = opening.num_slots, opening.longest, opening.most_slots
         cache, link = self._caches[group], self._link
-        return kind(self._model, cache, num_slots=slots, longest=longest, most_slots=most, link=link, group=group)
+        sizes = {"num_slots": slots, "longest": longest, "most_slots": most}
+        return kind(self._model, cache, **sizes, link=link, group=group, records=self._records)
 
     # ---- the last stage
     def _complete(self, call: EngineCall) -> GenerationStats:

@@ -28,6 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.runtime.forward.routers import routing_arguments
 from lightning_realloc.runtime.forward.token_group import (
     TokenGroup,
     own_tokens,
@@ -176,6 +177,7 @@ def packed_attention(model: nn.Module, packed: PackedBatch) -> Iterator[dict[str
             "use_cache": False,
             "packed_segments": Segments(packed.lengths, packed.cu_seqlens, packed.shared, tokens, packed.input_ids),
             **packed.extras,
+            **routing_arguments(model, packed, tokens),
         }
     finally:
         hf_model.config._attn_implementation = ATTENTION

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_realloc.runtime.messages.bulk_messages import wait_for
@@ -103,6 +104,22 @@ class StageLink:
         """Send the hidden states of the last forward to the next stage, if there is one."""
         if not self.is_last:
             self._stage.after.post(self._stage.take_output((1, num_tokens, self.io.width)))
+
+    def receive_bytes(self, like: Tensor) -> Tensor:
+        """Return a tensor like this one from the previous stage, after hidden states; ``like`` on the first stage."""
+        dtype = self._stage.before.dtype
+        if dtype is None:
+            return like
+        received = self._stage.before.receive((-(-like.nbytes // dtype.itemsize),))
+        assert received is not None, "a stage whose messages have a dtype has one before it"
+        return received.view(torch.uint8)[: like.nbytes].view(like.dtype).view(like.shape)
+
+    def send_bytes(self, values: Tensor) -> None:
+        """Send a tensor to the next stage, if there is one, after the hidden states of the same tokens."""
+        dtype = self._stage.after.dtype
+        if dtype is not None:
+            content = values.contiguous().view(-1).view(torch.uint8)
+            self._stage.after.post(F.pad(content, (0, -len(content) % dtype.itemsize)).view(dtype))
 
     def _isend(self, frame: Tensor, rank: int) -> dist.Work:
         return cast(dist.Work, dist.isend(frame, rank, group=self._group, tag=_TAG))

@@ -107,6 +107,8 @@ class GenerateCalls:
             report.sums[f"preemptions/{call}"] = float(stats.num_preemptions)
         if self._context.device.type == "cuda" and "captures" in generator.engine.capabilities:
             report.maxima[f"capture_s/{call}"] = stats.capture_s
+        if (counts := generator.engine.expert_counts) is not None:
+            report.expert_counts[call] = counts.cpu()
         if moved is not None:
             report.sums[f"moved_samples/{call}"] = float(moved.num_received)
         if generator.updates is not None:

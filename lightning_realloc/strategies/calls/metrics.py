@@ -13,11 +13,14 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_realloc.batch.samples import TOKEN_AGES, Samples
+from lightning_realloc.batch.training import Loss
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.generation import GenerationStats
+from lightning_realloc.runtime.forward.routers import Routers, load_metrics
 from lightning_realloc.runtime.messages.codec import decode_message, encode_message
 from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
 from lightning_realloc.runtime.transfer.executor import ReallocationReport
@@ -94,6 +97,69 @@ class _TrainingMetrics:
     """The rank that sends them."""
     own: Mapping[str, float] | None
     """The metrics themselves on that rank; None on others."""
+
+
+class MetricSums:
+    """Sums losses and metrics over micro-batches, and merges data-parallel ranks in one collective."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        """Optimizer steps taken."""
+        self.num_skipped = 0
+        """Optimizer steps skipped because the gradient norm was not finite."""
+        self.num_minibatches = 0
+        """Mini-batches counted so far."""
+        self.expert_counts: Tensor | None = None
+        """(layers, experts) tokens of each expert on this rank; None: none were counted."""
+        self._loss: list[Tensor] = []
+        self._totals: dict[str, list[Tensor]] = {}
+        self._weights: dict[str, list[Tensor]] = {}
+        self._shared: dict[str, list[Tensor]] = {}
+
+    def add(self, loss: Loss, *, counts: bool) -> None:
+        """Add one micro-batch; a repeated one adds zero, so that every rank knows every metric's name."""
+        self._loss.append(loss.value.detach().float() * counts)
+        for name, average in loss.metrics.items():
+            self._totals.setdefault(name, []).append(average.total.detach().float() * counts)
+            self._weights.setdefault(name, []).append(torch.as_tensor(average.weight, dtype=torch.float32) * counts)
+
+    def merge(self, minibatch: MetricSums) -> None:
+        """Add the micro-batches of one mini-batch."""
+        self.num_minibatches += 1
+        self._loss += minibatch._loss
+        if minibatch.expert_counts is not None:
+            ours = 0 if self.expert_counts is None else self.expert_counts
+            self.expert_counts = minibatch.expert_counts + ours
+        for own, theirs in ((self._totals, minibatch._totals), (self._weights, minibatch._weights)):
+            for name, values in theirs.items():
+                own.setdefault(name, []).extend(values)
+
+    def add_shared(self, name: str, value: Tensor) -> None:
+        """Add one optimizer step's value that is the same on all ranks; NaN if the step was skipped."""
+        self._shared.setdefault(name, []).append(value.detach().float())
+
+    def reduce(self, group: dist.ProcessGroup | None, device: torch.device) -> dict[str, Tensor]:
+        """Return the means over all micro-batches of all ranks of the group."""
+        names = sorted(self._totals)
+        zero = torch.zeros((), device=device)
+        sums = [torch.stack([zero, *self._loss]).sum()]
+        for name in names:
+            sums.append(torch.stack([zero, *self._totals.get(name, [])]).sum())
+            sums.append(torch.stack([zero, *(w.to(device) for w in self._weights.get(name, []))]).sum())
+        packed = torch.stack(sums)
+        if group is not None:
+            dist.all_reduce(packed, group=group)
+        result = {"loss": packed[0] / max(1, self.num_minibatches)}
+        for index, name in enumerate(names):
+            result[name] = packed[1 + 2 * index] / packed[2 + 2 * index].clamp_min(1e-12)
+        return result | {name: torch.stack(values).nanmean() for name, values in self._shared.items()}
+
+    def expert_load(self, routers: Routers, group: dist.ProcessGroup | None, device: torch.device) -> dict[str, float]:
+        """Return the metrics of the experts' load over all ranks of a layout's group."""
+        counts = routers.no_counts(device) if self.expert_counts is None else self.expert_counts
+        if group is not None:  # tensor-parallel ranks count the same tokens: ratios stay
+            dist.all_reduce(counts, group=group)
+        return load_metrics(counts.cpu())
 
 
 class RunMetrics:

@@ -26,6 +26,7 @@ from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import LayoutError, PlanError, ReallocError
 from lightning_realloc.layout import AXES
 from lightning_realloc.runtime.forward.activation_offload import ActivationOffload
+from lightning_realloc.runtime.forward.routers import routers_of
 from lightning_realloc.runtime.model.training_mode import set_training_mode
 from lightning_realloc.runtime.parallel.compiled import compiled_blocks
 from lightning_realloc.runtime.parallel.gradients import (
@@ -39,6 +40,7 @@ from lightning_realloc.runtime.parallel.tp_plan import PARTIAL_GRADIENT, with_wi
 from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.engine_pool import EnginePool
 from lightning_realloc.strategies.calls.full_device import SmallerBatches
+from lightning_realloc.strategies.calls.metrics import MetricSums
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.exchange.sample_table import PositionedRows
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
@@ -92,7 +94,7 @@ class TrainCalls:
         algorithm, table, role = self._context.algorithm, data.table(call), replica.role
         method, options = self._context.method_of(call), algorithm.train_options_of(role)
         job = _Job(call, method, replica, data.rows(call), options, self._hooks.optimizer_of(role))
-        share, sums = replica.layout.data_parallel_index(self._context.rank), _MetricSums()
+        share, sums = replica.layout.data_parallel_index(self._context.rank), MetricSums()
         steps = data.routes.train_steps(call, table)
         parts = (self._smaller.divided(call, step.shares[share]) for step in steps)
         self._record.expect_parts(sum(map(len, parts)), "micro-batches")
@@ -104,6 +106,9 @@ class TrainCalls:
                 if not self._step(job, step.shares[share], totals, sums):
                     break
         means = self._means(replica, sums) | {"skipped_steps": float(sums.num_skipped)}
+        if (routers := routers_of(replica.model)) is not None:
+            group = self._context.pool.meshes.group(replica.layout, *AXES)
+            means |= sums.expert_load(routers, group, self._context.device)
         if options.stop_above:
             means["steps"] = float(sums.num_steps)
         data.training_metrics[call.name] = {f"{role}/{name}": value for name, value in means.items()}
@@ -146,7 +151,7 @@ class TrainCalls:
             return nullcontext()
         return ActivationOffload(self._context.device).around(job.replica.model)
 
-    def _step(self, job: _Job, micro_batches: Sequence[MicroBatch], totals: Totals, sums: _MetricSums) -> bool:
+    def _step(self, job: _Job, micro_batches: Sequence[MicroBatch], totals: Totals, sums: MetricSums) -> bool:
         """Take one optimizer step; return False if its mini-batch exceeds a limit, without a step.
 
         A step whose gradient norm is not finite is skipped, and the next mini-batch is tried.
@@ -173,23 +178,23 @@ class TrainCalls:
         optimizer.zero_grad(set_to_none=True)  # the calls after this one need the memory
         return True
 
-    def _run_micro_batches(self, job: _Job, micro_batches: Sequence[MicroBatch], totals: Totals) -> _MetricSums:
+    def _run_micro_batches(self, job: _Job, micro_batches: Sequence[MicroBatch], totals: Totals) -> MetricSums:
         """Set the gradients of a mini-batch, and return its metrics. See `SmallerBatches` for its errors."""
 
-        def attempt(parts: Sequence[MicroBatch]) -> _MetricSums:
+        def attempt(parts: Sequence[MicroBatch]) -> MetricSums:
             job.optimizer.zero_grad(set_to_none=True)
-            measured = _MetricSums()
+            measured = MetricSums()
             self._accumulate_gradients(job, parts, totals, measured)
             return measured
 
         return self._smaller.run(job.call, job.replica.layout, micro_batches, attempt)
 
     def _accumulate_gradients(
-        self, job: _Job, micro_batches: Sequence[MicroBatch], totals: Totals, sums: _MetricSums
+        self, job: _Job, micro_batches: Sequence[MicroBatch], totals: Totals, sums: MetricSums
     ) -> None:
         """Run forward and backward of all micro-batches. In a pipeline only the last stage knows losses."""
         model, is_wrapped = job.replica.model, isinstance(job.replica.model, FSDPModule)
-        packs = (self._context.pack(job.rows.select(micro.positions)) for micro in micro_batches)
+        packs = (self._pack(job, micro, sums) for micro in micro_batches)
         if job.replica.layout.dims.pp > 1:
             batches = list(packs)
             pipeline_train(
@@ -208,6 +213,15 @@ class TrainCalls:
                 loss = self._loss(job, batch, micro, totals, sums)
             self._hooks.backward_loss(loss)
 
+    def _pack(self, job: _Job, micro: MicroBatch, sums: MetricSums) -> PackedBatch:
+        """Return a micro-batch whose forward adds to the counts of experts, if its model has some."""
+        batch, routers = self._context.pack(job.rows.select(micro.positions)), routers_of(job.replica.model)
+        if routers is None or not micro.counts:
+            return batch
+        if sums.expert_counts is None:
+            sums.expert_counts = routers.no_counts(self._context.device)
+        return replace(batch, expert_counts=sums.expert_counts)
+
     @contextmanager
     def _counted_forward(self, is_wrapped: bool) -> Iterator[None]:
         """Surround a forward pass of a pipeline's stage, and count its micro-batch. Only the last stage has a loss."""
@@ -215,7 +229,7 @@ class TrainCalls:
             yield
         self._record.advance()
 
-    def _loss(self, job: _Job, batch: PackedBatch, micro: MicroBatch, totals: Totals, sums: _MetricSums) -> Tensor:
+    def _loss(self, job: _Job, batch: PackedBatch, micro: MicroBatch, totals: Totals, sums: MetricSums) -> Tensor:
         """Return the scalar that backward starts from for one micro-batch, and add its loss to ``sums``."""
         replica = job.replica
         loss = job.method(replica.model, batch, totals)
@@ -236,13 +250,13 @@ class TrainCalls:
     def _stage(self, replica: Replica) -> PipelineStage:
         return PipelineStage(replica.model, replica.model_layout, self._context.pool.meshes)
 
-    def _means(self, replica: Replica, sums: _MetricSums) -> dict[str, float]:
+    def _means(self, replica: Replica, sums: MetricSums) -> dict[str, float]:
         """Return the means over all ranks, the same on each. Collective over the layout."""
         group = self._context.pool.meshes.batch_group(replica.layout)
         means = {name: float(value) for name, value in sums.reduce(group, self._context.device).items()}
         return self._stage(replica).from_last(means) if replica.layout.dims.pp > 1 else means
 
-    def _exceeds(self, job: _Job, measured: _MetricSums) -> bool:
+    def _exceeds(self, job: _Job, measured: MetricSums) -> bool:
         """Return whether a mini-batch exceeds a limit; the same on every rank of the layout, to the last bit."""
         above = job.options.exceeded(self._means(job.replica, measured)) is not None
         group = self._context.pool.meshes.group(job.replica.layout, *AXES)
@@ -324,54 +338,3 @@ class SkippedSteps:
                 f"Lower the learning rate, look at the data and rewards of these mini-batches, or raise "
                 f"max_skipped_steps in TrainOptions (None never stops)"
             )
-
-
-class _MetricSums:
-    """Sums losses and metrics over micro-batches, and merges data-parallel ranks in one collective."""
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-        """Optimizer steps taken."""
-        self.num_skipped = 0
-        """Optimizer steps skipped because the gradient norm was not finite."""
-        self.num_minibatches = 0
-        """Mini-batches counted so far."""
-        self._loss: list[Tensor] = []
-        self._totals: dict[str, list[Tensor]] = {}
-        self._weights: dict[str, list[Tensor]] = {}
-        self._shared: dict[str, list[Tensor]] = {}
-
-    def add(self, loss: Loss, *, counts: bool) -> None:
-        """Add one micro-batch; a repeated one adds zero, so that every rank knows every metric's name."""
-        self._loss.append(loss.value.detach().float() * counts)
-        for name, average in loss.metrics.items():
-            self._totals.setdefault(name, []).append(average.total.detach().float() * counts)
-            self._weights.setdefault(name, []).append(torch.as_tensor(average.weight, dtype=torch.float32) * counts)
-
-    def merge(self, minibatch: _MetricSums) -> None:
-        """Add the micro-batches of one mini-batch."""
-        self.num_minibatches += 1
-        self._loss += minibatch._loss
-        for ours, theirs in ((self._totals, minibatch._totals), (self._weights, minibatch._weights)):
-            for name, values in theirs.items():
-                ours.setdefault(name, []).extend(values)
-
-    def add_shared(self, name: str, value: Tensor) -> None:
-        """Add one optimizer step's value that is the same on all ranks; NaN if the step was skipped."""
-        self._shared.setdefault(name, []).append(value.detach().float())
-
-    def reduce(self, group: dist.ProcessGroup | None, device: torch.device) -> dict[str, Tensor]:
-        """Return the means over all micro-batches of all ranks of the group."""
-        names = sorted(self._totals)
-        zero = torch.zeros((), device=device)
-        sums = [torch.stack([zero, *self._loss]).sum()]
-        for name in names:
-            sums.append(torch.stack([zero, *self._totals.get(name, [])]).sum())
-            sums.append(torch.stack([zero, *(w.to(device) for w in self._weights.get(name, []))]).sum())
-        packed = torch.stack(sums)
-        if group is not None:
-            dist.all_reduce(packed, group=group)
-        result = {"loss": packed[0] / max(1, self.num_minibatches)}
-        for index, name in enumerate(names):
-            result[name] = packed[1 + 2 * index] / packed[2 + 2 * index].clamp_min(1e-12)
-        return result | {name: torch.stack(values).nanmean() for name, values in self._shared.items()}

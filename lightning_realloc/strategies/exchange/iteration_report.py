@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from lightning_realloc.batch.samples import Samples
+from lightning_realloc.runtime.forward.routers import load_metrics
 from lightning_realloc.tuning.shapes.lengths import Lengths
+
+V = TypeVar("V", float, Tensor)
 
 
 @dataclass(slots=True)
@@ -19,6 +23,8 @@ class IterationReport:
     """Metrics by name. Merging takes the largest value of all ranks."""
     sums: dict[str, float] = field(default_factory=dict)
     """Metrics by name. Merging adds the values of all ranks."""
+    expert_counts: dict[str, Tensor] = field(default_factory=dict)
+    """Generating call -> (layers, experts) tokens by expert. Merging adds the counts of all ranks."""
     values: dict[str, Samples] = field(default_factory=dict)
     """Call -> values per sample that it made, and lengths in place of sequences. Merging joins the samples."""
     carried: Samples | None = None
@@ -30,7 +36,9 @@ class IterationReport:
     @property
     def metrics(self) -> dict[str, float]:
         """All metrics by name."""
-        return self.maxima | self.sums
+        loads = {call: load_metrics(counts) for call, counts in self.expert_counts.items()}
+        of_experts = {f"{name}/{call}": value for call, load in loads.items() for name, value in load.items()}
+        return self.maxima | self.sums | of_experts
 
     def add_carried(self, samples: Samples) -> None:
         """Add samples that a generating call left for the next iteration."""
@@ -43,13 +51,14 @@ class IterationReport:
         return cls(
             maxima=_merge([report.maxima for report in reports], max),
             sums=_merge([report.sums for report in reports], sum),
+            expert_counts=_merge([report.expert_counts for report in reports], sum),
             values={name: Samples.concatenate([r.values[name] for r in reports if name in r.values]) for name in calls},
             carried=_join([report.carried for report in reports]),
             shown=_join([report.shown for report in reports]),
         )
 
 
-def _merge(metrics: Sequence[Mapping[str, float]], rule: Callable[[list[float]], float]) -> dict[str, float]:
+def _merge(metrics: Sequence[Mapping[str, V]], rule: Callable[[list[V]], Any]) -> dict[str, V]:
     """Merge each metric over the ranks that report it."""
     names = dict.fromkeys(name for own in metrics for name in own)
     return {name: rule([own[name] for own in metrics if name in own]) for name in names}

@@ -20,6 +20,7 @@ from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelLayout, ModelSpec
+from lightning_realloc.runtime.forward.routers import install_routers
 from lightning_realloc.runtime.model.adapter_layers import adapter_config, adapters_disabled, adapters_merged
 from lightning_realloc.runtime.model.quantized import free_quantized_weights, quantized_layers
 from lightning_realloc.runtime.model.training_mode import enable_activation_checkpointing
@@ -93,6 +94,7 @@ class ModelPool:
             model.to(self._options.facts.device)  # first, since all replicas share 4-bit weights
         unchanged = self._frozen[role] if role in self.changing_roles else None
         whole = take_weights(model, self._options.home_dtypes(model, unchanged))
+        install_routers(model)
         self._blanks[role] = weightless_copy(model)
         self._add_copies(role, home)
         self._home[role] = self._lay_out(role, model, home)

@@ -1,0 +1,248 @@
+"""Observe and replay the choice of experts in mixtures of experts: their load, records of choices, router replay.
+
+A router is a module of transformers that returns (logits, weights, experts) for its tokens. `install_routers` lets each
+of them follow a `RoutedPass`, a keyword argument of the forward that it is part of. So micro-batches of a pipeline that
+take turns, and a backward pass that recomputes activations, keep to their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.runtime.forward.token_group import TokenGroup
+from lightning_realloc.runtime.model.structure import find_blocks
+
+_ARGUMENT = "routed_pass"
+_TOPK = (torch.topk, Tensor.topk)
+_UNCOMPILED: Callable[..., Any] = torch.compiler.disable(lambda function, *args, **kwargs: function(*args, **kwargs))
+"""Calls a function outside of the program of a compiled block, which would be bound to one pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routers:
+    """Sizes of a model's routers, of all pipeline stages."""
+
+    num_layers: int
+    """Blocks with a router, L."""
+    num_experts: int
+    """Experts of each, E."""
+    num_chosen: int
+    """Experts of a token in a layer, k."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Smallest integer type for the number of an expert and `unknown`."""
+        return torch.uint8 if self.num_experts < 256 else torch.int16
+
+    @property
+    def unknown(self) -> int:
+        """Stands for an expert that is not recorded: the largest number of the type."""
+        return torch.iinfo(self.dtype).max
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token's record, one per layer and chosen expert: those of the first layer come first."""
+        return self.num_layers * self.num_chosen
+
+    def no_counts(self, device: torch.device) -> Tensor:
+        """Return (L, E) zeros, to count tokens per expert."""
+        return torch.zeros(self.num_layers, self.num_experts, dtype=torch.int64, device=device)
+
+    def no_record(self, ids: Tensor) -> Tensor:
+        """Return (n, L * k) records of the tokens (1, n) whose experts are unknown."""
+        return torch.full((ids.shape[1], self.width), self.unknown, dtype=self.dtype, device=ids.device)
+
+    def count(self, records: Tensor) -> Tensor:
+        """Return the (L, E) tokens of each expert in (N, L * k) records."""
+        chosen = records.long().view(-1, self.num_layers, self.num_chosen).transpose(0, 1).flatten(1)
+        return self.no_counts(records.device).scatter_add_(1, chosen, torch.ones_like(chosen))
+
+
+class RoutedPass:
+    """Experts of one forward. Not a dataclass: FSDP would copy it.
+
+    Args:
+        routers: Sizes of the model's routers.
+        replayed: (n, L * k) records of the tokens, whose experts they are given again; None: none are.
+        counts: (L, E) to which the tokens of each expert are added; None: they are not counted.
+        counted: (n,) bool: tokens to count; None: all.
+        records: Whether the choices are kept for `record`.
+        known: (n, L * k) records that have the layers of earlier pipeline stages; None: this model has all layers.
+    """
+
+    def __init__(
+        self,
+        routers: Routers,
+        *,
+        replayed: Tensor | None = None,
+        counts: Tensor | None = None,
+        counted: Tensor | None = None,
+        records: bool = False,
+        known: Tensor | None = None,
+    ) -> None:
+        self._routers, self._replayed, self._counts = routers, replayed, counts
+        self._weights = None if counted is None else counted.long().repeat_interleave(routers.num_chosen)
+        self._chosen: dict[int, Tensor] | None = {} if records else None
+        self._known = known
+
+    @property
+    def arguments(self) -> dict[str, RoutedPass]:
+        """Keyword arguments for the model's forward."""
+        return {_ARGUMENT: self}
+
+    def record(self) -> Tensor:
+        """Return the (n, L * k) record of the forward."""
+        assert self._chosen is not None, "only a pass with records=True has one"
+        if self._known is None:
+            return torch.cat([self._chosen[layer] for layer in range(self._routers.num_layers)], 1)
+        size, record = self._routers.num_chosen, self._known.clone()
+        for layer, experts in self._chosen.items():
+            record[:, layer * size : (layer + 1) * size] = experts
+        return record
+
+    def replayed(self, layer: int) -> Tensor | None:
+        """Return the (n, k) experts that a layer's tokens are given, `Routers.unknown` where they choose."""
+        size = self._routers.num_chosen
+        return None if self._replayed is None else self._replayed[:, layer * size : (layer + 1) * size]
+
+    def observe(self, layer: int, experts: Tensor) -> None:
+        """Count and keep the (n, k) experts of a layer, unless a backward pass recomputes them."""
+        if self._chosen is not None:
+            self._chosen[layer] = experts.to(self._routers.dtype)
+        if self._counts is not None and torch._C._current_graph_task_id() == -1:
+            chosen = experts.reshape(-1)
+            weights = torch.ones_like(chosen) if self._weights is None else self._weights
+            self._counts[layer].scatter_add_(0, chosen, weights)
+
+
+class RouterTap:
+    """Replaces the forward of a router by one that follows the pass of the block around it."""
+
+    def __init__(self, router: Any, layer: int, routers: Routers) -> None:
+        self._forward, self._layer, self._routers = router.forward, layer, routers
+        self._name = type(router).__name__
+        self._pass: RoutedPass | None = None
+
+    def enter_block(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take the pass over from the arguments of the block's forward."""
+        self._pass = kwargs.get(_ARGUMENT)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _UNCOMPILED(self.follow, *args, **kwargs)
+
+    def follow(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the router's result, with the pass's experts if it replays some."""
+        routed = self._pass
+        if routed is None:
+            return self._forward(*args, **kwargs)
+        replayed = routed.replayed(self._layer)
+        if replayed is None:
+            output = self._forward(*args, **kwargs)
+        else:
+            with _GivenExperts(replayed, self._routers) as given:
+                output = self._forward(*args, **kwargs)
+            if given.num_replaced != 1:
+                raise ConfigError(
+                    f"{self._name} chooses experts by {given.num_replaced} calls of torch.topk over all of them, and "
+                    f"router_replay replaces the result of one; set router_replay=False"
+                )
+        routed.observe(self._layer, output[-1].detach())
+        return output
+
+
+class _GivenExperts(TorchFunctionMode):
+    """Gives the choice of experts a fixed result: all that a router computes from it follows, by its own formula."""
+
+    def __init__(self, experts: Tensor, routers: Routers) -> None:
+        super().__init__()
+        self._experts, self._shape = experts, (len(experts), routers.num_experts)
+        self._unknown = routers.unknown
+        self.num_replaced = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func not in _TOPK or made.indices.shape != self._experts.shape or args[0].shape != self._shape:
+            return made
+        self.num_replaced += 1
+        experts = torch.where(self._experts == self._unknown, made.indices, self._experts.long())
+        return torch.return_types.topk((args[0].gather(-1, experts), experts))
+
+
+def install_routers(model: nn.Module) -> Routers | None:
+    """Let the routers of a whole model follow a `RoutedPass`, and return their sizes; None without known routers.
+
+    Copies of the model and its pipeline stages keep this.
+    """
+    holder = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if holder is None or (known := routers_of(model)) is not None:
+        return None if holder is None else known
+    found: list[tuple[nn.Module, Any]] = [
+        (block, module) for _, block in find_blocks(model) for module in block.modules() if _is_router(module)
+    ]
+    sizes = {(router.num_experts, router.top_k) for _, router in found}
+    if len(sizes) != 1 or len({id(block) for block, _ in found}) < len(found):
+        return None
+    routers = Routers(len(found), *sizes.pop())
+    for layer, (block, router) in enumerate(found):
+        tap = RouterTap(router, layer, routers)
+        vars(router)["forward"] = tap
+        block.register_forward_pre_hook(tap.enter_block, with_kwargs=True)
+    vars(holder)["routers"] = routers
+    return routers
+
+
+def routers_of(model: nn.Module) -> Routers | None:
+    """Return the sizes of routers that follow a `RoutedPass`; None if there are none."""
+    return next((vars(module)["routers"] for module in model.modules() if "routers" in vars(module)), None)
+
+
+def _is_router(module: Any) -> bool:
+    """Return whether a module chooses ``top_k`` of ``num_experts`` by one weight per expert, as transformers' do."""
+    sizes = getattr(module, "num_experts", None), getattr(module, "top_k", None)
+    weight = vars(module).get("_parameters", {}).get("weight")
+    return all(isinstance(size, int) for size in sizes) and weight is not None and weight.shape[0] == sizes[0]
+
+
+def routing_arguments(model: nn.Module, packed: PackedBatch, tokens: TokenGroup | None) -> dict[str, RoutedPass]:
+    """Return the keyword arguments by which a model's routers follow a pack; none if there is nothing to do."""
+    routers, counts = routers_of(model), packed.expert_counts
+    if routers is None or counts is None:
+        return {}
+    counted = packed.response_mask if tokens is None else tokens.cut(packed.response_mask)
+    return RoutedPass(routers, counts=counts, counted=counted).arguments
+
+
+def load_metrics(counts: Tensor) -> dict[str, float]:
+    """Return the metrics of (L, E) tokens per expert; none if no token was counted.
+
+    ``expert_load``: tokens of the busiest expert over their mean, in the most uneven layer. ``unused_experts``: share
+    of experts without a token. ``expert_entropy``: entropy of a token's expert over that of a uniform choice, as a mean
+    over layers.
+    """
+    if not int(counts.sum()):
+        return {}
+    shares = counts.double() / counts.sum(1, keepdim=True)
+    entropy = torch.special.entr(shares).sum(1).mean() / math.log(counts.shape[1]) if counts.shape[1] > 1 else 1.0
+    return {
+        "expert_load": float(shares.max()) * counts.shape[1],
+        "unused_experts": float((counts == 0).double().mean()),
+        "expert_entropy": float(entropy),
+    }
+
+
+def join_records(records: Sequence[Tensor], lengths: Sequence[int], routers: Routers) -> Tensor:
+    """Return (N, L * k) records of sequences, filled up to their lengths with tokens whose experts are unknown."""
+    joined = torch.full((sum(lengths), routers.width), routers.unknown, dtype=routers.dtype)
+    for part, record in zip(joined.split(list(lengths)), records, strict=True):
+        part[: len(record)] = record
+    return joined
