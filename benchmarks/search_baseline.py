@@ -18,7 +18,7 @@ from lightning_realloc.layout.dims import Layout
 from lightning_realloc.tuning.search.local import SearchProgress
 from lightning_realloc.tuning.search.options import Option, PlacedOption, further_bytes
 from lightning_realloc.tuning.search.problem import Problem, Score
-from lightning_realloc.tuning.search.space import RankSet, legal_dims, node_counts, node_run, parts, rank_sets
+from lightning_realloc.tuning.search.space import RankSet, call_dims, node_counts, node_run, parts, rank_sets
 
 BETA = 0.001
 GRAIN_S = 0.1
@@ -32,9 +32,8 @@ def every_state(problem: Problem) -> Iterator[tuple[list[PlacedOption], frozense
     for call in problem.calls:
         choices = []
         for ranks in rank_sets(problem.cluster):
-            for dims in legal_dims(problem.models[call.role], call.kind, ranks.size, problem.cluster):
-                if call.partners and dims.fsdp > 1:
-                    continue
+            asked = estimator.dataflow.call(call.name)
+            for dims in call_dims(asked, problem.models, ranks.size, problem.cluster, problem.options):
                 layout = Layout(dims, ranks.ranks)
                 kept = estimator.resident_bytes(call.role, layout, is_home=call.is_home)
                 further = further_bytes(estimator, call, layout)

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from lightning_realloc.batch.training import TrainOptions
+from lightning_realloc.generation.core.capabilities import CAPABILITIES
 from lightning_realloc.generation.engine_parts import CudaGraphs
 
 if TYPE_CHECKING:
@@ -80,3 +81,16 @@ class ModelRole(Protocol):
     def describe_adapters(self) -> tuple[Any, ...]: ...
     def resembling(self, config: PreTrainedConfig) -> ModelRole: ...
     def build(self, *, seed: int) -> nn.Module: ...
+
+
+def option_without_stages(algorithm: RunnableAlgorithm) -> str | None:
+    """Return an option, with its value, that needs all layers of a model on a rank; None if stages can generate."""
+    options, speculation = algorithm.generation_options, algorithm.speculation
+    asked = {
+        f"engine={algorithm.engine!r}": "stages" not in CAPABILITIES[algorithm.engine],
+        "batch_invariant=True": options.batch_invariant,
+        f"max_cache_bytes={options.max_cache_bytes}": options.max_cache_bytes is not None,
+        f"sample_reallocation={options.sample_reallocation!r}": bool(options.sample_reallocation),
+        "drafting by a model": speculation is not None and speculation.drafter in ("blocks", "model"),
+    }
+    return next((option for option, is_set in asked.items() if is_set), None)

@@ -16,6 +16,7 @@ from typing import Any
 
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ReallocError
+from lightning_realloc.layout.dims import Layout
 from lightning_realloc.tuning.estimate.estimator import Estimator
 from lightning_realloc.tuning.search.heuristic import heuristic_plan
 from lightning_realloc.tuning.search.plan_search import search_plan
@@ -131,6 +132,8 @@ class PlanEvaluator:
                 world_size=task.cluster.num_devices,
                 element_bytes=task.settings.copy_bytes,
                 sharers=sharers_of(task.roles),
+                workload=task.workload,
+                generates_in_stages=task.generates_in_stages,
             ).completed(task.dataflow)
         except ReallocError:
             return
@@ -162,14 +165,19 @@ class PlanEvaluator:
             best, allowed = found, 2 * allowed
 
     def _options(self, start: ExecutionPlan) -> CallOptions:
-        """Return the options of calls: those of the start plan, and those that need less memory."""
+        """Return the options of calls: those of the start plan, and those that need less memory.
+
+        Rows are divided only if the start plan divides some, since a loss of the user's may need whole rows.
+        """
         assert self.task.workload is not None, "estimates of seconds need one"
         chosen = {plan.micro_batch_tokens for _, plan in start.calls}
         fewer = max(1, self.task.workload.micro_batch_tokens // 4)
+        divides = any(plan.layout.count(*Layout.token_axes) > 1 for _, plan in start.calls)
         tokens = sorted({size for size in chosen if size is not None} | {fewer})
         generating = [call.name for call in self.task.dataflow.model_calls if call.kind == "generate"]
         slots = sorted({start.call(name).max_slots for name in generating} or {64})
-        return CallOptions(micro_batch_tokens=(None, *tokens), max_slots=tuple(slots))
+        options = CallOptions(micro_batch_tokens=(None, *tokens), max_slots=tuple(slots), divides_rows=divides)
+        return self.task.call_options(options)
 
 
 class WorkUnit:

@@ -16,6 +16,7 @@ from lightning_realloc.generation import Engine, HFEngine
 from lightning_realloc.generation.core.capabilities import CAPABILITIES, require_capability
 from lightning_realloc.generation.loop.environment import Agree
 from lightning_realloc.layout import Layout
+from lightning_realloc.strategies.algorithm_protocol import option_without_stages
 from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.lockstep import Lockstep
 from lightning_realloc.strategies.calls.weight_updates import WeightUpdates
@@ -150,20 +151,12 @@ class EngineFactory(ABC):
         """Refuse options that need all layers of a model on a rank, in a pipeline."""
         if replica.layout.count(*Layout.stage_axes) == 1:
             return
-        options, speculation = self._algorithm.generation_options, self._algorithm.speculation
-        asked = {
-            f"engine={self._algorithm.engine!r}": "stages" not in CAPABILITIES[self._algorithm.engine],
-            "batch_invariant=True": options.batch_invariant,
-            f"max_cache_bytes={options.max_cache_bytes}": options.max_cache_bytes is not None,
-            f"sample_reallocation={options.sample_reallocation!r}": bool(options.sample_reallocation),
-            "drafting by a model": speculation is not None and speculation.drafter in ("blocks", "model"),
-        }
-        for option, is_set in asked.items():
-            if is_set:
-                raise GenerationError(
-                    f"{call.name} runs in the layout {replica.layout}, whose ranks hold a stage each, and {option} "
-                    f"needs all layers on a rank; leave it out, or give {call.name} a layout with pp=1"
-                )
+        option = option_without_stages(self._algorithm)
+        if option is not None:
+            raise GenerationError(
+                f"{call.name} runs in the layout {replica.layout}, whose ranks hold a stage each, and {option} needs "
+                f"all layers on a rank; leave it out, or give {call.name} a layout with pp=1"
+            )
 
     def _updates(self, call: ModelFunctionCall, replica: Replica) -> WeightUpdates | None:
         """Return the source of newer weights in a generation; None if weights change between calls only."""

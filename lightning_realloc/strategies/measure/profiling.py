@@ -29,7 +29,7 @@ from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.output_files import write_text
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.transfer.agreement import TransportName
-from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
+from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm, option_without_stages
 from lightning_realloc.strategies.calls.overlap import OverlapOptions
 from lightning_realloc.strategies.measure.profiler import MAX_BLOCKS, MAX_DECODE_BLOCKS, OutOfTimeError, Profiler
 from lightning_realloc.strategies.measure.subjects import Machine, ProfileRequest, SubjectMaker
@@ -321,6 +321,7 @@ def make_plan_evaluator(
         memory_budget=builder.memory_budget,
         overlap=overlap.overlap,
         generation_chunks=overlap.generation_chunks,
+        generates_in_stages=option_without_stages(module) is None,
     )
     return PlanEvaluator(task=task, estimate=estimate, lengths=typical)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache, lru_cache, partial
 
 from lightning_realloc.dataflow.dataflow import Dataflow
@@ -18,8 +19,10 @@ from lightning_realloc.tuning.estimate.cost import CallCost, Placement, Tokens
 from lightning_realloc.tuning.estimate.estimator import CallSeconds
 from lightning_realloc.tuning.estimate.hardware import Device, Efficiency, Links
 from lightning_realloc.tuning.estimate.kernels import Kernels
+from lightning_realloc.tuning.memory.call_shape import CallShape
 from lightning_realloc.tuning.memory.memory_model import MemoryModel
 from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
+from lightning_realloc.tuning.shapes.role_elements import of_one_copy
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 from lightning_realloc.tuning.shapes.traffic import Traffic, traffic
 
@@ -164,10 +167,20 @@ class RooflineEstimator:
 
     def active_bytes(self, call: str, plan: CallPlan) -> int:
         """Return the bytes that a call adds, on the rank where it adds most."""
-        key = (call, plan.layout.dims, plan.options)
+        key = self._memory_key(call, plan)
         if key not in self._active:
             self._active[key] = self._peak(call, plan)
         return self._active[key]
+
+    def _memory_key(self, call: str, plan: CallPlan) -> tuple[object, ...]:
+        """Return all that the bytes of a call depend on. Plans with other numbers of replicas often have the same."""
+        layout, kind, load = plan.layout, self.dataflow.call(call).kind, self.tokens.workload
+        shape = CallShape.from_plan(kind, plan, load, load.longest)
+        if kind != "generate":  # a stage holds as many micro-batches as come after it, and gradients from the second on
+            most = max(2, layout.dims.pp) * shape.micro_batch
+            shape = replace(shape, share=min(shape.share, most), num_steps=1)
+        division = (layout.dims.cp, layout.has_replicas, layout.data_parallel_size > 1)
+        return call, of_one_copy(layout.dims), division, shape, plan.options[1:]
 
     def _peak(self, call: str, plan: CallPlan) -> int:
         """Return the bytes that a call adds; those of a draft model stay, but count for the generating call only."""
@@ -178,7 +191,7 @@ class RooflineEstimator:
         is_home = chosen == self.dataflow.home_call(role)
         ends = (
             self._memory.call_memory(chosen, plan, sizes, is_home=is_home)
-            for sizes in self._elements[role].on_stages(plan.layout.dims)
+            for sizes in self._elements[role].on_stages(plan.layout.dims, every=plan.pipeline_schedule != "1f1b")
         )
         return max(end.peak.total + end.draft_bytes for end in ends)
 

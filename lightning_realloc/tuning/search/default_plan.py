@@ -22,6 +22,7 @@ from lightning_realloc.tuning.memory.call_shape import CallShape
 from lightning_realloc.tuning.memory.forecast import SET_UP, MemoryForecast
 from lightning_realloc.tuning.search.heuristic import heuristic_plan
 from lightning_realloc.tuning.search.planning_task import PlanningTask
+from lightning_realloc.tuning.search.space import MIN_SLICE_TOKENS, CallOptions
 from lightning_realloc.tuning.shapes.role_memory import sharers_of
 
 PhaseBytes: TypeAlias = Callable[[ExecutionPlan], Mapping[str, int]]
@@ -119,6 +120,7 @@ class _Candidates:
         self._ranks = tuple(range(world_size))
         self._per_node = min(world_size, task.cluster.devices_per_node)
         self._sharers = sharers_of(task.roles)
+        self._row_tokens = task.call_options(CallOptions()).row_tokens
         self._phase_bytes = phase_bytes
         self.sizes: dict[ExecutionPlan, Mapping[str, int]] = {}
         self.heuristic = functools.cache(self._heuristic)
@@ -195,34 +197,42 @@ class _Candidates:
             world_size=len(self._ranks),
             element_bytes=task.settings.copy_bytes,
             sharers=self._sharers,
+            workload=task.workload,
+            generates_in_stages=task.generates_in_stages,
         ).completed(task.dataflow)
 
     def _layouts(self) -> Iterator[ExecutionPlan]:
         """Yield the heuristic plan, then plans that train and infer on all ranks.
 
-        Their replicas for generation are divided further from plan to plan, and at last sharded as for training.
+        Their replicas for generation are divided further from plan to plan, and at last sharded as for training. Plans
+        that divide rows come last.
         """
         nothing_fits = self._task.cluster.device_memory_bytes
         common = math.gcd(self._per_node, len(self._ranks))
         degrees = [tp for tp in range(1, common + 1) if common % tp == 0]
         yield self.heuristic(1)
-        for tp, divisor in itertools.product(degrees, (*MEMORY_DIVISORS, nothing_fits)):
-            yield self._sharded(self.heuristic(divisor), tp)
+        slices = self._row_tokens // MIN_SLICE_TOKENS
+        for cp, tp, divisor in itertools.product(degrees, degrees, (*MEMORY_DIVISORS, nothing_fits)):
+            if cp == 1 or (cp <= slices and common % (cp * tp) == 0):
+                yield self._sharded(self.heuristic(divisor), tp, cp)
 
-    def _sharded(self, plan: ExecutionPlan, tp: int) -> ExecutionPlan:
+    def _sharded(self, plan: ExecutionPlan, tp: int, cp: int) -> ExecutionPlan:
         """Return a plan with training and inference sharded over all ranks, and generation too if it is in ``plan``."""
         calls = {}
         for call in self._task.dataflow.model_calls:
             before = plan.call(call.name)
             is_replicated = call.kind == "generate" and before.layout.dims.fsdp == 1
-            calls[call.name] = before if is_replicated else CallPlan(self._sharded_layout(call, tp))
+            calls[call.name] = before if is_replicated else CallPlan(self._sharded_layout(call, tp, cp))
         return _with_calls(plan, calls)
 
-    def _sharded_layout(self, call: ModelFunctionCall, tp: int) -> Layout:
-        """Return the layout over all ranks with the largest tensor-parallel degree up to ``tp`` that is possible."""
+    def _sharded_layout(self, call: ModelFunctionCall, tp: int, cp: int) -> Layout:
+        """Return the layout over all ranks with the largest degrees up to ``tp`` and ``cp`` that are possible."""
         model = self._task.roles[self._sharers.get(str(call.role), str(call.role))].model
         degree = max(one for one in model.tensor_parallel_degrees(tp) if tp % one == 0)
-        return Layout(ParallelDims(fsdp=len(self._ranks) // degree, tp=degree), self._ranks)
+        possible = (1,) if call.kind == "generate" else model.context_parallel_degrees(degree)
+        slices = max(one for one in possible if cp % one == 0)
+        fsdp = len(self._ranks) // (degree * slices)
+        return Layout(ParallelDims(fsdp=fsdp, cp=slices, tp=degree), self._ranks)
 
     def _offloaded(self) -> Iterator[ExecutionPlan]:
         """Yield plans that offload frozen roles, then those that offload optimizer states, too."""

@@ -1,4 +1,4 @@
-"""Heuristic plan without measurements: sharded training, and generation with the least tensor parallelism that fits.
+"""Heuristic plan without measurements: sharded training, and generation with the least division that fits.
 
 With one trained model, every call runs on all ranks. With several, as in PPO, they train concurrently on disjoint
 ranks, and so do inference calls that do not depend on each other. The pattern is that of the plans that the search of
@@ -8,7 +8,8 @@ ReaL (Mei et al., arXiv:2406.14088) finds for PPO.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
@@ -18,6 +19,8 @@ from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelLayout, ModelSpec
 from lightning_realloc.realloc.placement import choose_rank_order
+from lightning_realloc.tuning.memory.parts import Workload
+from lightning_realloc.tuning.search.space import MIN_SLICE_TOKENS, can_be_pipelined
 
 WEIGHTS_SHARE_OF_MEMORY = 0.4
 """Largest fraction of a device's memory for one replica's weights; the rest is for KV cache and activations."""
@@ -38,34 +41,43 @@ def heuristic_plan(
     world_size: int,
     element_bytes: int,
     sharers: Mapping[str, str] = MappingProxyType({}),
+    workload: Workload | None = None,
+    generates_in_stages: bool = True,
 ) -> ExecutionPlan:
     """Return layouts that follow from the number of ranks, the models' sizes and the memory of a device.
 
     Training shards weights, gradients and optimizer state over its ranks, which needs the least memory, and no
     communication per token. Several trained models get disjoint ranks, in proportion to their sizes. If one does not
     fit there, or there are too few ranks, all train on all ranks. Generation and inference read weights once per token
-    or micro-batch, so they hold whole replicas, with the smallest tensor-parallel degree that fits. A model that fits
-    at no degree stays sharded. The order of ranks is the one that moves the fewest bytes from the training layout.
+    or micro-batch, so they hold whole replicas. These are divided as little as fits: by tensor parallelism inside a
+    node, then by pipeline stages of such groups. A model that fits at no degree stays sharded. The order of ranks is
+    the one that moves the fewest bytes from the training layout.
+
+    Where there are fewer samples than ranks of a training call, ranks divide the tokens of samples.
 
     Args:
         element_bytes: Bytes of a weight in generation and inference.
         sharers: Role without weights of its own -> the role whose base it uses, which its weights come from.
+        workload: Number and lengths of samples; None: unknown.
+        generates_in_stages: Whether generating calls may run in pipeline stages.
     """
     for call in dataflow.model_calls:
         if call.role not in models:
             raise PlanError(f"call {call.name!r} needs a model for role {call.role!r}; there are {', '.join(models)}")
-    ranks = _Ranks(models, cluster, world_size, element_bytes)
+    ranks = _Ranks(models, cluster, world_size, element_bytes, workload)
     homes = _homes(dataflow, ranks)
     places = _inference_places(dataflow, ranks)
     calls = []
     for call in dataflow.model_calls:
         role = str(call.role)
         owner = sharers.get(role, role)
-        home = homes.get(owner, ranks.sharded(ranks.all))
+        home = homes.get(owner)
         layout = home if call.kind == "train" else None
         if layout is None:
-            origin = home if owner in homes else None
-            layout = ranks.replicated(role, places.get(call.name, ranks.all), origin) or home
+            place, in_stages = places.get(call.name, ranks.all), call.kind != "generate" or generates_in_stages
+            layout = ranks.replicated(role, place, home, in_stages=in_stages and not call.partners)
+        if layout is None:
+            layout = ranks.sharded(ranks.all if home is None else home.ranks)
         calls.append((call.name, CallPlan(layout)))
     return ExecutionPlan(tuple(calls))
 
@@ -74,45 +86,75 @@ class _Ranks:
     """Layouts of models on ranks of a cluster."""
 
     def __init__(
-        self, models: Mapping[str, ModelSpec], cluster: ClusterSpec, world_size: int, element_bytes: int
+        self,
+        models: Mapping[str, ModelSpec],
+        cluster: ClusterSpec,
+        world_size: int,
+        element_bytes: int,
+        workload: Workload | None,
     ) -> None:
         self.all = tuple(range(world_size))
         self._models = models
         self._cluster = cluster
         self._element_bytes = element_bytes
+        self._workload = workload
 
     def size(self, role: str) -> int:
         """Return the elements of a model, which the cost of its calls and the memory of its training grow with."""
         return max(1, self._models[role].num_elements)
 
     def sharded(self, ranks: tuple[int, ...]) -> Layout:
-        """Return the layout of training on some ranks."""
+        """Return the layout of a call on some ranks that gathers blocks."""
         return Layout(ParallelDims(fsdp=len(ranks)), ranks)
+
+    def home(self, role: str, ranks: tuple[int, ...]) -> Layout:
+        """Return the layout of training on some ranks, which divide tokens if there are fewer samples than ranks."""
+        load, model, per_node = self._workload, self._models[role], self._cluster.devices_per_node
+        if load is None or (num_samples := load.num_sequences // load.num_minibatches) >= len(ranks):
+            return self.sharded(ranks)
+        most = min(len(ranks), per_node, load.longest // MIN_SLICE_TOKENS)
+        degrees = [cp for cp in model.context_parallel_degrees(tp=1) if cp <= most and len(ranks) % cp == 0] or [1]
+        cp = next((cp for cp in degrees if len(ranks) // cp <= num_samples), degrees[-1])
+        return Layout(ParallelDims(fsdp=len(ranks) // cp, cp=cp), ranks)
 
     def can_train(self, role: str, ranks: tuple[int, ...]) -> bool:
         """Whether a shard of weights, gradients and optimizer state fits into a device."""
         room = TRAINING_SHARE_OF_MEMORY * self._cluster.device_memory_bytes
         return self.size(role) * TRAINING_BYTES_PER_ELEMENT / len(ranks) <= room
 
-    def replicated(self, role: str, ranks: tuple[int, ...], origin: Layout | None) -> Layout | None:
+    def replicated(
+        self, role: str, ranks: tuple[int, ...], origin: Layout | None, *, in_stages: bool = True
+    ) -> Layout | None:
         """Return the layout of whole replicas of a model on ``ranks``; None if it does not fit.
 
         Ranks are in the order that moves the fewest bytes from ``origin``, the layout that its weights come from.
+
+        Args:
+            in_stages: Whether the call may run in pipeline stages.
         """
         model, room = self._models[role], WEIGHTS_SHARE_OF_MEMORY * self._cluster.device_memory_bytes
-        degrees = [tp for tp in model.tensor_parallel_degrees(len(ranks)) if len(ranks) % tp == 0]
-        tp = next((tp for tp in degrees if self._largest_share(model, tp) <= room), None)
-        if tp is None:
+        divisions = self._divisions(model, len(ranks), in_stages=in_stages)
+        replica = next((dims for dims in divisions if self._largest_share(model, dims) <= room), None)
+        if replica is None:
             return None
-        dims = ParallelDims(dp=len(ranks) // tp, tp=tp)
-        if origin is not None and tp > 1:
+        dims = replace(replica, dp=len(ranks) // replica.size)
+        if origin is not None and replica.size > 1:
             return choose_rank_order(ModelLayout(model, origin), dims, ranks, self._cluster)
         return Layout(dims, ranks)
 
-    def _largest_share(self, model: ModelSpec, tp: int) -> int:
-        """Return the bytes of a replica on the first of its ``tp`` ranks, which holds the most."""
-        replica = ModelLayout(model, Layout(ParallelDims(tp=tp), tuple(range(tp))))
-        return replica.num_local_elements(0) * self._element_bytes
+    def _divisions(self, model: ModelSpec, num_ranks: int, *, in_stages: bool) -> Iterator[ParallelDims]:
+        """Yield degrees of one replica: tp inside a node, stages of the largest such groups, then tp over nodes."""
+        degrees = [tp for tp in model.tensor_parallel_degrees(num_ranks) if num_ranks % tp == 0]
+        inside = [tp for tp in degrees if tp <= self._cluster.devices_per_node]
+        yield from (ParallelDims(tp=tp) for tp in inside)
+        stages = [pp for pp in range(2, num_ranks // inside[-1] + 1) if num_ranks // inside[-1] % pp == 0]
+        yield from (ParallelDims(pp=pp, tp=inside[-1]) for pp in stages if in_stages and can_be_pipelined(model, pp))
+        yield from (ParallelDims(tp=tp) for tp in degrees[len(inside) :])
+
+    def _largest_share(self, model: ModelSpec, dims: ParallelDims) -> int:
+        """Return the bytes of a replica on its fullest rank: of the ranks of a stage, the first one holds the most."""
+        replica = ModelLayout(model, Layout(dims, tuple(range(dims.size))))
+        return max(map(replica.num_local_elements, range(0, dims.size, dims.tp))) * self._element_bytes
 
     def divided(self, roles: Sequence[str]) -> list[tuple[int, ...]] | None:
         """Return consecutive ranks for each role, in proportion to their sizes; None if there are too few ranks.
@@ -134,8 +176,8 @@ def _homes(dataflow: Dataflow, ranks: _Ranks) -> dict[str, Layout]:
     roles = dataflow.trained_roles
     parts = ranks.divided(roles) if len(roles) > 1 else None
     if parts is None or not all(ranks.can_train(role, part) for role, part in zip(roles, parts, strict=True)):
-        return {role: ranks.sharded(ranks.all) for role in roles}
-    return {role: ranks.sharded(part) for role, part in zip(roles, parts, strict=True)}
+        return {role: ranks.home(role, ranks.all) for role in roles}
+    return {role: ranks.home(role, part) for role, part in zip(roles, parts, strict=True)}
 
 
 def _inference_places(dataflow: Dataflow, ranks: _Ranks) -> dict[str, tuple[int, ...]]:

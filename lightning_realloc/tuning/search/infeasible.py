@@ -86,7 +86,7 @@ def _least_peak(problem: Problem, num_nodes: int) -> int | None:
             # Degrees that generation allows, all kinds of calls allow.
             strictest = next((call for call in calls if call.kind == "generate"), calls[0])
             least: tuple[int, int] | None = None
-            for dims in legal_dims(problem.models[role], strictest.kind, len(ranks), problem.cluster):
+            for dims in legal_dims(problem.models[role], strictest.kind, len(ranks), problem.cluster, problem.options):
                 layout = Layout(dims, ranks)
                 is_owner = problem.estimator.owner(role) == role
                 kept = problem.estimator.resident_bytes(role, layout, is_home=True) if is_owner else 0

@@ -15,7 +15,7 @@ from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.tuning.estimate.estimator import Estimator
-from lightning_realloc.tuning.search.space import CallOptions, RankSet, legal_dims, sizes
+from lightning_realloc.tuning.search.space import CallOptions, RankSet, call_dims, sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +141,7 @@ class Pricing:
         Pricing stops when ``is_late`` returns True and every call has an option.
         """
         tables: list[OptionTable] = [{} for _ in calls]
-        cluster, only = self.estimator.cluster, self.options.num_ranks
+        cluster, dataflow, only = self.estimator.cluster, self.estimator.dataflow, self.options.num_ranks
         legal = [size for size in sizes(cluster) if only in (None, size)]
         for size in sorted(legal, key=lambda size: (cluster.num_devices % size != 0, -size)):
             if is_late() and all(tables):
@@ -149,12 +149,7 @@ class Pricing:
             ranks = tuple(range(size))
             layouts: dict[ParallelDims, Layout] = {}
             for table, call in zip(tables, calls, strict=True):
-                dims, *others = (
-                    legal_dims(self.models[role], call.kind, size, cluster) for role in (call.role, *call.further_roles)
-                )
-                dims = tuple(one for one in dims if all(one in other for other in others))
-                if call.partners:
-                    dims = tuple(one for one in dims if one.fsdp == 1)
+                dims = call_dims(dataflow.call(call.name), self.models, size, cluster, self.options)
                 found = [
                     option for one in dims for option in self._priced(call, layouts.setdefault(one, Layout(one, ranks)))
                 ]

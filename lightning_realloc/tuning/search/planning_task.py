@@ -12,6 +12,7 @@ from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.tuning.estimate.estimator import Estimator
 from lightning_realloc.tuning.memory.forecast import MemoryForecast, forecast_memory
 from lightning_realloc.tuning.memory.parts import HEADROOM, MemorySettings, Workload, usable_bytes
+from lightning_realloc.tuning.search.space import CallOptions
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 from lightning_realloc.tuning.timeline.call_timeline import CallTimeline
 from lightning_realloc.tuning.timeline.iteration_schedule import Overlap
@@ -37,6 +38,9 @@ class PlanningTask:
     generation_chunks: int = 1
     """Number of chunks in which samples go to inference on other ranks."""
 
+    generates_in_stages: bool = True
+    """Whether generating calls may run in pipeline stages."""
+
     @property
     def usable_bytes(self) -> int:
         """Bytes of a device that a plan may fill."""
@@ -61,6 +65,12 @@ class PlanningTask:
         return simulate(
             plan, estimator, iterations=iterations, overlap=self.overlap, generation_chunks=self.generation_chunks
         )
+
+    def call_options(self, options: CallOptions) -> CallOptions:
+        """Return the options of calls that rows of the workload fit, and that generation can follow."""
+        load = self.workload
+        row_tokens = 0 if load is None else load.group_size * load.longest
+        return replace(options, row_tokens=row_tokens, generates_in_stages=self.generates_in_stages)
 
     def on_nodes(self, num_nodes: int) -> PlanningTask:
         """Return the same task on another number of nodes."""

@@ -80,7 +80,8 @@ class PlanPricer:
     """Prices plans for one task, and searches for the best one; `PlanEvaluator` proposes plans to a run."""
 
     def __init__(self, task: PlanningTask, estimator: Estimator, *, options: CallOptions | None = None) -> None:
-        self.task, self.estimator, self.options = task, estimator, options or CallOptions()
+        self.task, self.estimator = task, estimator
+        self.options = task.call_options(options or CallOptions())
         self._heuristic: list[PricedPlan] | None = None
         """The results of `heuristic`, whose forecasts take seconds for a thousand devices."""
 
@@ -200,7 +201,7 @@ class PlanPricer:
         """Yield every plan with one layout for all calls on all ranks, with its best options."""
         flow, cluster = self.task.dataflow, self.task.cluster
         ranks = tuple(range(cluster.num_devices))
-        for dims in common_dims(flow, self.task.models, cluster):
+        for dims in common_dims(flow, self.task.models, cluster, self.options):
             yield self.with_best_options(ExecutionPlan.static(flow, Layout(dims, ranks)))
 
     # ---- options

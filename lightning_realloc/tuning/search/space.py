@@ -1,7 +1,7 @@
 """Enumerate the legal plans of a call on a cluster, up to renaming of equal machines.
 
 A call runs on whole nodes, or on an aligned part of one node whose size is a power of two. Ranks are in ascending
-order, so that tensor-parallel groups lie inside nodes. The rank order that moves least is chosen later.
+order, so that tensor- and context-parallel groups lie inside nodes. The rank order that moves least is chosen later.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from lightning_realloc.dataflow.dataflow import CallKind, Dataflow
+from lightning_realloc.dataflow.dataflow import CallKind, Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
@@ -19,6 +19,9 @@ from lightning_realloc.layout.model import ModelSpec
 
 MAX_DENSE_NODES = 16
 """Every number of nodes up to this one is tried; beyond it only products of 2, 3 and 5, and the whole cluster."""
+MIN_SLICE_TOKENS = 2048
+"""Fewest tokens of the longest row for each context-parallel rank. Shorter slices save little memory, and layouts with
+them make searches longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,20 +29,29 @@ class CallOptions:
     """Values that a search tries for the options of a call, apart from its layout."""
 
     micro_batch_tokens: tuple[int | None, ...] = (4096, 8192, 16384, 32768)
-    """Limits of a micro-batch in training and inference; None: the algorithm's own."""
+    """Limits of a micro-batch in training and inference, for each context-parallel rank; None: the algorithm's own."""
     gradient_checkpointing: tuple[bool, ...] = (False, True)
     """Values for training calls."""
     max_slots: tuple[int, ...] = (64, 256)
     """Values for generating calls."""
     num_ranks: int | None = None
     """Number of ranks of every call; None: any legal number."""
+    row_tokens: int = 0
+    """Tokens of the longest row, or of rows that stay together; 0 if unknown. Micro-batches hold it, and context
+    parallelism divides it into slices of at least `MIN_SLICE_TOKENS`."""
+    divides_rows: bool = True
+    """Whether training and inference may divide rows by context parallelism."""
+    generates_in_stages: bool = True
+    """Whether generating calls may run in pipeline stages."""
 
     def plans(self, kind: CallKind, layout: Layout) -> tuple[CallPlan, ...]:
         """Return the plans of a call under one layout."""
         if kind == "generate":
             return tuple(CallPlan(layout, max_slots=slots) for slots in self.max_slots)
         checkpointing = self.gradient_checkpointing if kind == "train" else (False,)
-        choices = itertools.product(self.micro_batch_tokens, checkpointing)
+        cp = layout.count(*Layout.token_axes)
+        limits = (None if limit is None else max(cp * limit, self.row_tokens) for limit in self.micro_batch_tokens)
+        choices = itertools.product(dict.fromkeys(limits), checkpointing)
         return tuple(CallPlan(layout, tokens, recompute) for tokens, recompute in choices)
 
 
@@ -102,31 +114,58 @@ def rank_sets(cluster: ClusterSpec) -> Iterator[RankSet]:
             yield RankSet(tuple(itertools.chain.from_iterable(chosen)))
 
 
-def legal_dims(model: ModelSpec, kind: CallKind, num_ranks: int, cluster: ClusterSpec) -> tuple[ParallelDims, ...]:
-    """Return the parallel degrees that a model and a kind of call allow on ``num_ranks`` ranks, all with cp=1.
+def legal_dims(
+    model: ModelSpec, kind: CallKind, num_ranks: int, cluster: ClusterSpec, options: CallOptions | None = None
+) -> tuple[ParallelDims, ...]:
+    """Return the parallel degrees that a model and a kind of call allow on ``num_ranks`` ranks.
 
-    To divide the tokens of rows only pays for rows that fit no device, which the search does not know.
+    Args:
+        options: Limits of the search; None: the defaults, which divide no rows.
     """
-    per_node = min(num_ranks, cluster.devices_per_node)
+    options, per_node = options or CallOptions(), min(num_ranks, cluster.devices_per_node)
+    pipelines = kind != "generate" or options.generates_in_stages
     found = []
-    for tp in model.tensor_parallel_degrees(per_node):
-        if per_node % tp:
-            continue
-        for pp in _divisors(num_ranks // tp):
-            if pp > 1 and (kind == "generate" or not _can_be_pipelined(model, pp)):
+    for tp, cp in _token_degrees(model, kind, per_node, options):
+        for pp in _divisors(num_ranks // (tp * cp)):
+            if pp > 1 and not (pipelines and can_be_pipelined(model, pp)):
                 continue
-            rest = num_ranks // tp // pp
+            rest = num_ranks // (tp * cp * pp)
             for dp in _divisors(rest) if _can_be_sharded(model) else (rest,):
-                found.append(ParallelDims(pp=pp, dp=dp, fsdp=rest // dp, tp=tp))
+                found.append(ParallelDims(pp=pp, dp=dp, fsdp=rest // dp, cp=cp, tp=tp))
     return tuple(found)
 
 
-def common_dims(dataflow: Dataflow, models: Mapping[str, ModelSpec], cluster: ClusterSpec) -> tuple[ParallelDims, ...]:
+def _token_degrees(model: ModelSpec, kind: CallKind, per_node: int, options: CallOptions) -> Iterator[tuple[int, int]]:
+    """Yield the degrees tp and cp, whose ranks together divide a node."""
+    is_divided = options.divides_rows and kind != "generate"
+    most = options.row_tokens // MIN_SLICE_TOKENS if is_divided else 1
+    for tp in model.tensor_parallel_degrees(per_node):
+        for cp in model.context_parallel_degrees(tp) if most > 1 else (1,):
+            if per_node % (tp * cp) == 0 and cp <= max(1, most):
+                yield tp, cp
+
+
+def call_dims(
+    call: ModelFunctionCall,
+    models: Mapping[str, ModelSpec],
+    num_ranks: int,
+    cluster: ClusterSpec,
+    options: CallOptions | None = None,
+) -> tuple[ParallelDims, ...]:
+    """Return the parallel degrees that all models of a call allow; those that answer it hold and compute all layers."""
+    roles = (str(call.role), *call.further_roles)
+    dims, *others = (legal_dims(models[role], call.kind, num_ranks, cluster, options) for role in roles)
+    common = set(dims).intersection(*others)
+    return tuple(one for one in dims if one in common and not (call.partners and (one.fsdp > 1 or one.pp > 1)))
+
+
+def common_dims(
+    dataflow: Dataflow, models: Mapping[str, ModelSpec], cluster: ClusterSpec, options: CallOptions | None = None
+) -> tuple[ParallelDims, ...]:
     """Return the parallel degrees that every call allows on all ranks."""
-    kinds = dict.fromkeys((str(call.role), call.kind) for call in dataflow.model_calls)
-    first, *others = (legal_dims(models[role], kind, cluster.num_devices, cluster) for role, kind in kinds)
-    asks = any(call.partners for call in dataflow.model_calls)  # models that gather no blocks while they answer
-    return tuple(dims for dims in first if all(dims in other for other in others) and not (asks and dims.fsdp > 1))
+    first, *others = (call_dims(call, models, cluster.num_devices, cluster, options) for call in dataflow.model_calls)
+    common = set(first).intersection(*others)
+    return tuple(dims for dims in first if dims in common)
 
 
 def canonical_sets(candidates: Iterable[RankSet], placed: Sequence[RankSet], cluster: ClusterSpec) -> list[RankSet]:
@@ -171,7 +210,8 @@ def _is_smooth(number: int) -> bool:
     return number == 1
 
 
-def _can_be_pipelined(model: ModelSpec, pp: int) -> bool:
+def can_be_pipelined(model: ModelSpec, pp: int) -> bool:
+    """Return whether a model can be divided into ``pp`` stages."""
     tied = any(model.param(owner).section in ("input", "output") for _, owner in model.aliases)
     return pp <= model.num_blocks and not tied
 

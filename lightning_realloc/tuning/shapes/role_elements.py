@@ -34,6 +34,7 @@ class RankElements:
     """
 
     dims: ParallelDims
+    """The degrees of one copy of the weights."""
     stage: int
     """Index of the rank's pipeline stage."""
     num_sharded: int
@@ -111,7 +112,7 @@ class RoleElements:
         """The model with one parameter of each family, and those with tied names."""
         self._laid = cache(self._lay_out)
         self._count = cache(self._count_rank)
-        self._different = cache(self._different_stages)
+        self._fullest = cache(self._fullest_stages)
         self._shards_at = cache(self._cut_at)
         self.places = cache(self._place_stages)
         """Degree pp -> the first place, and one past the last, of each stage and family: (2, stages, families)."""
@@ -125,22 +126,36 @@ class RoleElements:
             LayoutError: for a layout that does not fit the model, and for a rank outside of the layout.
         """
         stage, position = _place_in(layout, rank)
-        return self._count(layout.dims, stage, position)
+        return self._count(of_one_copy(layout.dims), stage, position)
 
-    def on_stages(self, dims: ParallelDims) -> list[RankElements]:
-        """Return the counts of the first ranks of stages: the first one of equal stages, and the last stage.
+    def on_stages(self, dims: ParallelDims, *, every: bool = False) -> list[RankElements]:
+        """Return the counts of the first ranks of the stages that can need most: the others hold less, and run later.
+
+        These are the first and the last stage, and those between with more blocks of a kind than earlier ones.
+
+        Args:
+            every: Return those of all stages, for schedules under which later ones may need more.
 
         Raises:
             LayoutError: for degrees that do not fit the model.
         """
-        return [self._count(dims, stage, 0) for stage in self._different(dims.pp)]
+        return [
+            self._count(of_one_copy(dims), stage, 0) for stage in (range(dims.pp) if every else self._fullest(dims.pp))
+        ]
 
-    def _different_stages(self, pp: int) -> list[int]:
+    def _fullest_stages(self, pp: int) -> list[int]:
         self._laid(ParallelDims(pp=pp))  # refuses more stages than blocks
-        begin, end = self.places(pp)
-        held = np.hstack([count_between(counts, begin, end) for counts in (self.counts, self.trained_counts)])
-        _, different = np.unique(held, axis=0, return_index=True)
-        return sorted({*different.tolist(), pp - 1})
+        if pp == 1:
+            return [0]
+        tables = (self.counts, self.trained_counts, self.adapted_counts)
+        kinds = np.unique(np.hstack([table[1:-1] for table in tables]), axis=0, return_inverse=True)[1].reshape(-1)
+        runs = self.role.model.stage_blocks(pp)
+        held = [np.bincount(kinds[run.start : run.stop], minlength=max(kinds) + 1) for run in runs]
+        kept = [0]
+        for stage in range(1, pp - 1):  # an earlier stage keeps the activations of more micro-batches
+            if not any((held[stage] <= held[earlier]).all() for earlier in kept):
+                kept.append(stage)
+        return [*kept, pp - 1]
 
     def tensors(self, layout: Layout, rank: int, *, unlike: Layout | None = None, trained_too: bool = True) -> int:
         """Return the elements of a rank's tensors, without padding.
@@ -224,9 +239,16 @@ def elements_of(role: RoleMemory) -> RoleElements:
     return RoleElements(role)
 
 
+@lru_cache(maxsize=4096)
 def inside(dims: ParallelDims) -> ParallelDims:
     """Return the degrees of one pipeline stage and one copy of the weights, which ``ep`` may spread over ``dp``."""
     return replace(dims, pp=1, dp=max(1, dims.ep // dims.fsdp), cp=1)
+
+
+@lru_cache(maxsize=4096)
+def of_one_copy(dims: ParallelDims) -> ParallelDims:
+    """Return the degrees of all pipeline stages and one replica, which the elements of a rank depend on."""
+    return replace(inside(dims), pp=dims.pp)
 
 
 def _place_in(layout: Layout, rank: int) -> tuple[int, int]:

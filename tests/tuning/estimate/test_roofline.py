@@ -361,6 +361,30 @@ def test_bytes_of_a_shared_base_equal_those_of_the_forecast(copy_bytes: int) -> 
     assert home == weights + trained * 8
 
 
+def test_bytes_do_not_depend_on_the_calls_that_were_estimated_before() -> None:
+    load, model = replace(LOAD, num_sequences=48), SMALL.replace("layers=4", "layers=7")
+    shared = estimator(model, load=load)
+    for text in (
+        "dp4",
+        "dp2.fsdp2",
+        "fsdp4",
+        "pp2.dp2",
+        "pp4",
+        "dp2.cp2",
+        "fsdp2.cp2",
+        "cp2.tp2",
+        "pp2.tp2",
+        "dp8",
+        "pp4.dp2",
+    ):
+        for call in CALLS:
+            kind = PPO_FLOW.call(call).kind
+            for tokens, slots in ((1024, 2), (2048, 6), (8192, 64)):
+                plan = CallPlan(Layout.parse(text), tokens, kind == "train" and tokens == 1024, slots)
+                if kind != "generate" or plan.layout.dims.cp == 1:
+                    assert shared.active_bytes(call, plan) == estimator(model, load=load).active_bytes(call, plan)
+
+
 def test_bytes_of_a_frozen_or_copied_role_are_those_of_its_weights() -> None:
     answers = estimator(SMALL)
     elements = role_of(SMALL).model.num_elements

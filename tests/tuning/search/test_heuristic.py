@@ -12,6 +12,7 @@ from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.cuts import TensorParallelCut, sharded
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelLayout, ModelSpec, ParamSpec
+from lightning_realloc.tuning.memory.parts import Workload
 from lightning_realloc.tuning.search.heuristic import TRAINING_SHARE_OF_MEMORY, WEIGHTS_SHARE_OF_MEMORY, heuristic_plan
 from tests.dataflow.test_dataflow import GENERATE, JUDGE, SCORE, TRAIN, call
 
@@ -73,6 +74,39 @@ def test_a_model_that_fits_nowhere_stays_sharded() -> None:
     # Four heads limit tp to 4, and less than an eighth of the weights fits.
     assert set(layouts(MODEL, 2 * NUM_ELEMENTS / 8 / WEIGHTS_SHARE_OF_MEMORY).values()) == {"fsdp8@0-7"}
     assert set(layouts(UNCUT, NUM_ELEMENTS / WEIGHTS_SHARE_OF_MEMORY).values()) == {"fsdp8@0-7"}
+
+
+def test_replicas_larger_than_a_node_become_stages_of_the_widest_groups() -> None:
+    model = ModelSpec(tuple(replace(sized(1024).params[0], name=f"block.{b}", block=b) for b in range(4)), num_blocks=4)
+    cluster = replace(ClusterSpec.local(2), num_nodes=4)
+    models = {"actor": model, "reference": model}
+
+    def found(divisor: int, **given: bool) -> dict[str, str]:
+        memory = int(2 * model.num_elements / divisor / WEIGHTS_SHARE_OF_MEMORY + 1)
+        machines = replace(cluster, device_memory_bytes=memory)
+        plan = heuristic_plan(FLOW, models, machines, world_size=8, element_bytes=2, **given)
+        plan.check(FLOW, 8)
+        return {name: str(call.layout.dims) for name, call in plan.calls}
+
+    assert found(2) == {"actor.train": "fsdp8", "actor.generate": "dp4.tp2", "reference.infer": "dp4.tp2"}
+    assert found(4) == {"actor.train": "fsdp8", "actor.generate": "pp2.dp2.tp2", "reference.infer": "pp2.dp2.tp2"}
+    assert found(4, generates_in_stages=False) == found(4) | {"actor.generate": "dp2.tp4"}
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "tokens", "layout"),
+    [(8, 65536, "fsdp8"), (4, 65536, "fsdp4.cp2"), (1, 65536, "fsdp2.cp4"), (1, 4096, "fsdp4.cp2"), (1, 1024, "fsdp8")],
+)
+def test_ranks_divide_rows_where_there_are_fewer_samples_than_ranks(num_samples: int, tokens: int, layout: str) -> None:
+    model = replace(MODEL, attention_heads=((4, 2),))
+    load = Workload(num_sequences=2 * num_samples, num_minibatches=2, prompt_tokens=24, response_tokens=tokens - 24)
+    cluster, models = ClusterSpec.local(8), {"actor": model, "reference": model}
+    plan = heuristic_plan(FLOW, models, cluster, world_size=8, element_bytes=2, workload=load)
+    assert {name: str(call.layout.dims) for name, call in plan.calls} == {
+        "actor.train": layout,
+        "actor.generate": "dp8",
+        "reference.infer": "dp8",
+    }
 
 
 def test_any_number_of_ranks_gets_a_plan() -> None:

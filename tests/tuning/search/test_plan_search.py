@@ -49,6 +49,7 @@ TWO_TRAINED = Dataflow(
     )
 )
 MODEL = decoder(2, 4, 4)
+HEADED = replace(MODEL, attention_heads=((4, 4),))
 FEW = CallOptions(micro_batch_tokens=(1024, 2048), gradient_checkpointing=(False,), max_slots=(64,))
 
 
@@ -57,19 +58,28 @@ def cluster(num_nodes: int, devices_per_node: int) -> ClusterSpec:
     return replace(ClusterSpec.local(devices_per_node), num_nodes=num_nodes, host_bytes_per_s=1e4)
 
 
-def found(estimator: Estimator, budget: int, *, seconds: float = 60.0, **given: object) -> SearchResult:
+def found(
+    estimator: Estimator, budget: int, *, seconds: float = 60.0, model: ModelSpec = MODEL, **given: object
+) -> SearchResult:
     """Return the result of a search with equal models for all roles."""
-    models = {role: MODEL for role in estimator.dataflow.roles}
+    models = {role: model for role in estimator.dataflow.roles}
     arguments = {"seed": 0, "options": FEW, "memory_budget": budget} | given
     return search_plan(models, estimator, seconds=seconds, **arguments)  # type: ignore[arg-type]
 
 
-def best_of_all(estimator: Estimator, budget: int, generation_chunks: int = 1) -> Score:
+def best_of_all(
+    estimator: Estimator,
+    budget: int,
+    generation_chunks: int = 1,
+    *,
+    options: CallOptions = FEW,
+    model: ModelSpec = MODEL,
+) -> Score:
     """Return the best score of all plans."""
     problem = Problem(
-        {role: MODEL for role in estimator.dataflow.roles},
+        {role: model for role in estimator.dataflow.roles},
         estimator,
-        options=FEW,
+        options=options,
         overlap="iterations",
         memory_budget=budget,
         is_late=lambda: False,
@@ -99,6 +109,15 @@ def test_small_spaces_are_searched_exactly_at_any_prices(
         return
     result = found(estimator, budget, generation_chunks=parts)
     assert result.seconds == pytest.approx(best.seconds, rel=1e-6)
+    assert result.gap == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_layouts_that_divide_rows_are_searched_exactly(seed: int) -> None:
+    estimator = RandomEstimator(dataflow=GRPO_FLOW, cluster=cluster(1, 2), seed=seed)
+    options = replace(FEW, row_tokens=4096)
+    result = found(estimator, 5000, options=options, model=HEADED)
+    assert result.seconds == pytest.approx(best_of_all(estimator, 5000, options=options, model=HEADED).seconds)
     assert result.gap == pytest.approx(0.0, abs=1e-6)
 
 

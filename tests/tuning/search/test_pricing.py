@@ -189,6 +189,24 @@ def test_the_chosen_plan_leaves_a_tenth_of_a_device_free() -> None:
             usable_bytes(4 << 30, wrong)
 
 
+def test_rows_too_long_for_a_rank_are_divided_by_the_search_and_by_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Workload(num_sequences=4, prompt_tokens=512, response_tokens=32256)
+    monkeypatch.setattr("tests.tuning.search.test_pricing.LOAD", load)
+    task = pricer(3200 << 20, cluster="a100-80g:1x4").task
+    whole = {name: replace(role, model=replace(role.model, tp_refusal="no plan")) for name, role in task.roles.items()}
+    bench = PlanPricer(replace(task, roles=whole), RooflineEstimator(PPO_FLOW, task.cluster, whole, HALF, load))
+    best, _ = bench.search(seed=0, seconds=5, clock=time.process_time, max_evaluations=300)
+    for priced in (best, bench.heuristic()[-1]):
+        trained = [call for name, call in priced.plan.calls if name.endswith("train")]
+        assert priced.can_run and any(call.layout.dims.cp > 1 for call in trained), priced.plan
+        assert all((call.micro_batch_tokens or load.longest) >= load.longest for _, call in priced.plan.calls)
+    with pytest.raises(NothingFitsError):
+        search_plan(
+            bench.task.models, bench.estimator, seed=0, seconds=5, options=replace(bench.options, divides_rows=False),
+            memory_budget=bench.task.usable_bytes, max_evaluations=300,
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_search_counts_the_replica_for_generation_in_the_training_layout(devices: int) -> None:
     bench = pricer(80 << 30, cluster=f"a100-80g:1x{devices}")

@@ -15,14 +15,17 @@ from lightning_realloc.layout.cuts import TensorParallelCut, sharded
 from lightning_realloc.layout.dims import AXES, Layout, ParallelDims
 from lightning_realloc.layout.model import ModelLayout, ModelSpec, ParamSpec
 from lightning_realloc.tuning.search.space import (
+    MIN_SLICE_TOKENS,
     CallOptions,
     RankSet,
+    call_dims,
     canonical_sets,
     legal_dims,
     node_counts,
     rank_sets,
     sizes,
 )
+from tests.dataflow.test_dataflow import GENERATE
 from tests.tuning.examples import role_of
 
 KINDS: tuple[CallKind, ...] = ("generate", "infer", "train")
@@ -34,6 +37,8 @@ HEAD = ParamSpec("embedding", (16, 4), sharded(), "input")
 TIED = ModelSpec((HEAD, *PARAMS), num_blocks=3, aliases=(("head", "embedding"),))
 SCALED = ModelSpec((ParamSpec("scale", (), sharded(), "input"), *PARAMS), num_blocks=3)
 UNCUT = ModelSpec(PARAMS, num_blocks=3, tp_refusal="no plan")
+HEADED = ModelSpec(PARAMS, num_blocks=3, attention_heads=((12, 6),))
+LONG = CallOptions(row_tokens=3 * MIN_SLICE_TOKENS, generates_in_stages=False)
 
 
 def cluster(num_nodes: int, devices_per_node: int) -> ClusterSpec:
@@ -57,26 +62,35 @@ def test_large_clusters_offer_only_node_counts_that_divide_well_and_all_nodes() 
     assert counts[-1] == 127
 
 
-@pytest.mark.parametrize("model", [MODEL, TIED, SCALED, UNCUT])
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [*((model, CallOptions()) for model in (MODEL, TIED, SCALED, UNCUT)), (HEADED, LONG), (HEADED, CallOptions())],
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8, 24])
-def test_degrees_are_those_that_model_kind_and_nodes_allow(model: ModelSpec, kind: CallKind, num_ranks: int) -> None:
+def test_degrees_are_those_that_model_kind_nodes_and_rows_allow(
+    model: ModelSpec, options: CallOptions, kind: CallKind, num_ranks: int
+) -> None:
     def is_legal(dims: ParallelDims) -> bool:
         try:
             ModelLayout(model, Layout(dims, tuple(range(num_ranks))))
         except LayoutError:
             return False
         leaves_node = any(len({rank // 8 for rank in group}) > 1 for group in layout_groups(dims))
-        return not leaves_node and dims.cp == 1 and (kind != "generate" or dims.pp == 1)
+        slices = options.row_tokens // MIN_SLICE_TOKENS if kind != "generate" else 1
+        in_stages = kind != "generate" or options.generates_in_stages
+        return not leaves_node and dims.cp <= max(1, slices) and (in_stages or dims.pp == 1)
 
     def layout_groups(dims: ParallelDims) -> Iterator[tuple[int, ...]]:
-        return iter(Layout(dims, tuple(range(num_ranks))).groups("tp"))
+        return iter(Layout(dims, tuple(range(num_ranks))).groups("cp", "tp"))
 
     degrees = [degree for degree in range(1, num_ranks + 1) if num_ranks % degree == 0]
     products = (ParallelDims(*chosen) for chosen in itertools.product(degrees, repeat=len(AXES)))
     expected = {dims for dims in products if dims.size == num_ranks and is_legal(dims)}
-    found = legal_dims(model, kind, num_ranks, cluster(3, 8))
+    found = legal_dims(model, kind, num_ranks, cluster(3, 8), options)
     assert set(found) == expected
+    divides = options is LONG and num_ranks > 1 and kind != "generate"
+    assert any(dims.cp > 1 for dims in found) == divides
     assert len(found) == len(expected)
 
 
@@ -94,6 +108,21 @@ def test_options_depend_on_the_kind_of_a_call() -> None:
     layout = Layout(ParallelDims(), (0,))
     assert [len(options.plans(kind, layout)) for kind in KINDS] == [3, 2, 4]
     assert not any(plan.gradient_checkpointing for plan in options.plans("infer", layout))
+
+
+def test_micro_batches_hold_the_longest_row_and_count_whole_rows_under_cp() -> None:
+    options = CallOptions(micro_batch_tokens=(None, 1024, 2048, 4096), row_tokens=3000)
+    limits = {
+        cp: [plan.micro_batch_tokens for plan in options.plans("infer", Layout.parse(f"cp{cp}"))] for cp in (1, 2)
+    }
+    assert limits == {1: [None, 3000, 4096], 2: [None, 3000, 4096, 8192]}
+
+
+def test_calls_that_ask_models_hold_all_layers_and_gather_nothing() -> None:
+    generate = replace(GENERATE, partners=("actor", "seller"))
+    models = {"actor": MODEL, "seller": UNCUT}
+    assert call_dims(generate, models, 4, cluster(1, 4)) == (ParallelDims(dp=4),)
+    assert len(call_dims(replace(generate, partners=()), models, 4, cluster(1, 4))) > 8
 
 
 def renamings(num_nodes: int, devices: int) -> list[tuple[int, ...]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 import pytest
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import Layout, ModelLayout, ModelSpec, ParamSpec, TensorParallelCut, sharded
-from lightning_realloc.tuning.shapes.role_elements import RoleElements
+from lightning_realloc.tuning.shapes.role_elements import RankElements, RoleElements
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
 # Uneven sizes: 7 rows over 2, 3 or 4 ranks, different blocks, and one frozen parameter per block.
@@ -49,6 +50,24 @@ def test_shards_are_padded_to_equal_length() -> None:
     assert elements.on_rank(layout, 0).num_sharded == 2 * 3 + 2 * 12 + 5 * 1 * 4 + 2
     assert elements.on_rank(layout, 1).num_sharded == 1 * 3 + 1 * 12 + 5 * 1 * 4 + 2
     assert elements.on_rank(layout, 0).num_trained == 4 * 3 + 5 * 8 + 5
+
+
+@pytest.mark.parametrize("text", ["dp2", "pp2.tp2", "pp3", "pp4", "pp5.dp2"])
+def test_no_stage_holds_more_than_the_fullest_stages(text: str) -> None:
+    layout, elements = Layout.parse(text), RoleElements(ROLE)
+    firsts = [elements.on_rank(layout, rank) for rank in layout.groups("pp")[0]]
+    fullest = elements.on_stages(layout.dims)
+    assert fullest[0] == firsts[0] and fullest[-1] == firsts[-1] and len(fullest) <= len(firsts)
+    for one in firsts[1:-1]:
+        assert any(
+            other.stage <= one.stage
+            and all(mine <= theirs for mine, theirs in zip(_counts(one), _counts(other), strict=True))
+            for other in fullest
+        )
+
+
+def _counts(sizes: RankElements) -> list[int]:
+    return [getattr(sizes, item.name) for item in fields(sizes) if item.name not in ("dims", "stage")]
 
 
 def test_an_invalid_layout_is_refused_every_time() -> None:
