@@ -146,10 +146,10 @@ def output(stream: io.StringIO) -> Iterator[io.StringIO]:
 def fit(stream: io.StringIO, world_size: int, *bars: Callback, fails: bool = False, **options: Any) -> dict[str, Any]:
     """Return what a run of two iterations drew, and the state that it left."""
     watcher = Watcher(fails)
-    module = runs.grpo(reward=slow_reward, sampling=SamplingParams(n=4, max_new_tokens=40, ignore_eos=True))
+    module = runs.grpo(reward=slow_reward, sampling=SamplingParams(n=4, max_new_tokens=24, ignore_eos=True))
     with output(stream), suppress(KeyError):
         trainer = runs.trainer(
-            "realloc", world_size, max_steps=2, callbacks=[*bars, watcher, CallProgress(0.03)],
+            "realloc", world_size, max_steps=2, callbacks=[*bars, watcher, CallProgress(0.01)],
             **{"enable_progress_bar": True, **options},
         )  # fmt: skip
         trainer.fit(module, Batches(2), Batches(1, size=2))
@@ -177,7 +177,7 @@ def displays() -> Mapping[str, dict[str, Any]]:
         "off": fit(Terminal(), size, enable_progress_bar=False),
     }
     with output(Terminal()) as stream:
-        trainer = runs.trainer("realloc", size, enable_progress_bar=True, callbacks=[CallProgress(0.03)])
+        trainer = runs.trainer("realloc", size, enable_progress_bar=True, callbacks=[CallProgress(0.01)])
         trainer.validate(runs.grpo(reward=slow_reward), Batches(2), verbose=False)
     drawn = stream.getvalue().replace("\r", "\n").splitlines()
     return {**found, "validate": {"drawn": drawn, "runs": is_running(), "ran": False}}
