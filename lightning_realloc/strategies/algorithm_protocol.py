@@ -85,6 +85,20 @@ class ModelRole(Protocol):
     def build(self, *, seed: int) -> nn.Module: ...
 
 
+def option_without_lockstep(algorithm: RunnableAlgorithm) -> str | None:
+    """Return an option of generation that ranks cannot follow which run each block together; None if there is none.
+
+    The text continues "cannot ...".
+    """
+    speculation = algorithm.speculation
+    if "sharded" not in CAPABILITIES[algorithm.engine]:
+        return f"generate by engine={algorithm.engine!r}"
+    if algorithm.generation_options.batch_invariant:
+        return "generate with batch_invariant=True"
+    drafts = speculation is not None and speculation.drafter == "blocks"
+    return "draft by its own first blocks" if drafts else None
+
+
 def option_without_stages(algorithm: RunnableAlgorithm) -> str | None:
     """Return an option, with its value, that needs all layers of a model on a rank; None if stages can generate."""
     options, speculation = algorithm.generation_options, algorithm.speculation
