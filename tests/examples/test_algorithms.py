@@ -20,7 +20,8 @@ from tests.matrices import matrix, selected
 from tests.workers import WorkerPool
 
 NAMES = (
-    "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "remax", "best_of_n", "online_dpo", "distillation"
+    "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "remax", "best_of_n", "online_dpo", "distillation",
+    "pipeline", "context_parallel",
 )  # fmt: skip
 CONFIGS = [ROOT / f"examples/{name}.yaml" for name in NAMES]
 BOUNDARIES = [config for config in CONFIGS if config.stem in ("dapo", "distillation")]
