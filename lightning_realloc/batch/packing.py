@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_realloc.batch.ragged import Ragged
-from lightning_realloc.batch.samples import Samples, extra_inputs, prompt_keys
+from lightning_realloc.batch.samples import EXPERTS, Samples, extra_inputs, prompt_keys
 from lightning_realloc.errors import DataError, PlanError
 
 _TENSORS = (
@@ -70,6 +70,8 @@ class PackedBatch:
     """Further columns: per token, (N, ...), zero outside responses, if ragged; else per sequence, (B, ...)."""
     data: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     """Columns of the data set, B Python objects each."""
+    experts: Tensor | None = None
+    """(N, layers * chosen) experts that the tokens' routers are given; None: they choose."""
     expert_counts: Tensor | None = None
     """(layers, experts) int64, to which forward passes add the tokens of `response_mask` by expert; None: nowhere."""
 
@@ -117,7 +119,8 @@ class PackedBatch:
             {name: values.to(device, non_blocking=queued) for name, values in named.items()}
             for named in (self.extras, self.columns)
         )
-        return dataclasses.replace(self, **moved, extras=extras, columns=columns)
+        experts = None if self.experts is None else self.experts.to(device, non_blocking=queued)
+        return dataclasses.replace(self, **moved, extras=extras, columns=columns, experts=experts)
 
 
 def pack(samples: Samples, *, columns: Sequence[str] = (), share_prompts: bool = False) -> PackedBatch:
@@ -127,7 +130,8 @@ def pack(samples: Samples, *, columns: Sequence[str] = (), share_prompts: bool =
     column must have one value per response token, and keeps its place there. If there is a column ``model_mask``,
     response tokens that are False in it are model input only and do not count in the loss. Columns ``input/...`` are
     further inputs of the model. With ``share_prompts``, adjacent samples whose prompts have the same key store the
-    prompt and its further inputs once. A causal model gives the same outputs for the responses.
+    prompt and its further inputs once, if its tokens have the same experts. A causal model gives the same outputs for
+    the responses. With a column ``experts``, the model's routers are given them.
 
     Raises:
         DataError: if there are no samples, or a column does not fit.
@@ -168,7 +172,14 @@ def pack(samples: Samples, *, columns: Sequence[str] = (), share_prompts: bool =
         extras={name: column.select(holders).values.to(device) for name, column in extra_inputs(samples).items()},
         columns={name: _packed_column(samples, name, responses, in_response) for name in columns},
         data=samples.data,
+        experts=_packed_experts(samples.ragged(EXPERTS), sample_index, positions) if EXPERTS in samples else None,
     )
+
+
+def _packed_experts(experts: Ragged, sample_index: Tensor, positions: Tensor) -> Tensor:
+    """Return the (N, ...) experts of tokens at (N,) positions of their samples."""
+    starts = experts.lengths.cumsum(0) - experts.lengths
+    return experts.values[(starts[sample_index] + positions).to(experts.values.device)]
 
 
 def micro_batches(
@@ -252,6 +263,7 @@ def _shared_prompt_lengths(samples: Samples) -> Tensor:
     keys, prompts = prompt_keys(samples).cpu(), samples.ragged("prompt_ids")
     same = pad(keys[1:] == keys[:-1], (1, 0))
     rows = prompts.split()
+    experts = samples.ragged(EXPERTS).split() if EXPERTS in samples else None
     for row in same.nonzero().flatten().tolist():
         if not torch.equal(rows[row - 1], rows[row]):
             raise DataError(
@@ -259,6 +271,9 @@ def _shared_prompt_lengths(samples: Samples) -> Tensor:
                 f"and {int(samples.ids[row])} differ: where prompts change, drop the keys of before by "
                 f"samples.without_columns('prompt_key')"
             )
+        if experts is not None:  # they may differ where prompts were read again, or next to others
+            size = len(rows[row])
+            same[row] = torch.equal(experts[row - 1][:size], experts[row][:size])
     return torch.where(same & (samples.ragged("response_ids").lengths > 0), prompts.lengths, 0)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_realloc.batch.packing import PackedBatch, balanced_shares, micro_batches, pack
-from lightning_realloc.batch.samples import PROMPT_KEY, RECORD, Ragged, Samples, extra_columns
+from lightning_realloc.batch.samples import EXPERTS, PROMPT_KEY, RECORD, Ragged, Samples, extra_columns
 from lightning_realloc.errors import ConfigError, DataError
 from lightning_realloc.layout.dims import is_count
 from lightning_realloc.limits import DEFAULT_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS
@@ -179,7 +179,7 @@ def pack_columns(samples: Samples, device: torch.device, *, share_prompts: bool 
     Prompts are shared on CPU only: the CUDA kernel for packed sequences does not support it, and running without that
     kernel costs more.
     """
-    inputs = {"prompt_ids", "response_ids", PROMPT_KEY, *extra_columns(samples)}
+    inputs = {"prompt_ids", "response_ids", PROMPT_KEY, EXPERTS, *extra_columns(samples)}
     columns = [name for name in samples.columns if name not in inputs and not name.startswith(RECORD)]
     share_prompts = share_prompts and device.type == "cpu"
     return pack(samples, columns=columns, share_prompts=share_prompts).to(device)

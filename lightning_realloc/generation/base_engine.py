@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_realloc.batch.model_input import ModelInput
+from lightning_realloc.batch.samples import Samples
 from lightning_realloc.errors import GenerationError, ReallocError
 from lightning_realloc.generation.core.capabilities import Capability, require_capability
 from lightning_realloc.generation.core.model_config import length_bounds, vocabulary_of
@@ -121,6 +122,22 @@ class Engine(ABC):
     def expert_counts(self) -> Tensor | None:
         """(layers, experts) tokens of the responses by expert, since `sharing` began; None if they are not counted."""
         return None
+
+    def record_experts(self, is_recorded: bool) -> None:
+        """Set whether later calls keep the experts of a mixture's tokens, in `Completion.experts`; at first none does.
+
+        Raises:
+            GenerationError: for an engine that cannot record them, and for a model without known routers.
+        """
+        asked, own = "router_replay=True", self.capabilities
+        require_capability("records_experts", asked, engine=self.name, capabilities=own, error=GenerationError)
+
+    def with_experts(self, samples: Samples, completions: Sequence[Completion]) -> Samples:
+        """Return a rollout with the column ``experts``, if they are recorded, of the tokens of its completions.
+
+        Unfinished completions have none. Tokens that the model has not read have unknown experts: routers choose them.
+        """
+        return samples
 
     @property
     def max_prompt_tokens(self) -> int | None:

@@ -12,8 +12,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Real
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
+from lightning_realloc.batch.samples import EXPERTS, Ragged, Samples
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.base_engine import Engine, EngineCall
 from lightning_realloc.generation.cache.kv_cache import SlotCache
@@ -21,7 +23,7 @@ from lightning_realloc.generation.cache.paged_cache import PagedCache
 from lightning_realloc.generation.core.capabilities import CAPABILITIES
 from lightning_realloc.generation.core.model_config import check_loaded, check_supported, vocabulary_of
 from lightning_realloc.generation.core.params import SamplingParams, check_counts, check_kind
-from lightning_realloc.generation.core.sample import Sample, Tokenizer
+from lightning_realloc.generation.core.sample import Completion, Sample, Tokenizer
 from lightning_realloc.generation.core.step import ForwardStep, StepExecutor
 from lightning_realloc.generation.engine_parts import (
     CudaGraphs,
@@ -179,14 +181,22 @@ class GenerationEngine(Engine):
     def expert_counts(self) -> Tensor | None:
         return None if self._records is None else self._records.counts
 
-    def record_experts(self) -> None:
-        """Keep the experts that the model's routers choose for each token, in `Completion.experts` of later calls."""
-        if self._records is None:
+    def record_experts(self, is_recorded: bool) -> None:
+        if self._records is not None:
+            self._records.keeps = is_recorded
+        elif is_recorded:
             raise GenerationError(
-                f"{type(self._model).__name__} has no routers whose experts could be recorded: modules that return "
-                f"logits, weights and experts, as in transformers' mixtures of experts"
+                f"router_replay=True records the experts of tokens, and {type(self._model).__name__} has no routers "
+                f"that return logits, weights and experts, as transformers' mixtures of experts do; leave it out"
             )
-        self._records.keeps = True
+
+    def with_experts(self, samples: Samples, completions: Sequence[Completion]) -> Samples:
+        if self._records is None or not self._records.keeps:
+            return samples
+        is_finished = torch.tensor([each.finish_reason != "unfinished" for each in completions], dtype=torch.int64)
+        lengths = is_finished * (samples.ragged("prompt_ids").lengths + samples.ragged("response_ids").lengths)
+        records = self._records.routers.join([each.experts for each in completions], lengths.tolist())
+        return samples.with_columns(**{EXPERTS: Ragged(records, lengths)})
 
     @contextmanager
     def sharing(self, partial_results: PartialResults | None = None) -> Iterator[None]:

@@ -29,6 +29,8 @@ class EngineOptions(Protocol):
     @property
     def batch_invariant(self) -> bool: ...
     @property
+    def router_replay(self) -> bool: ...
+    @property
     def max_cache_bytes(self) -> int | None: ...
     @property
     def sample_reallocation(self) -> bool | Literal["queued", "all"]: ...
@@ -81,6 +83,20 @@ class ModelRole(Protocol):
     def describe_adapters(self) -> tuple[Any, ...]: ...
     def resembling(self, config: PreTrainedConfig) -> ModelRole: ...
     def build(self, *, seed: int) -> nn.Module: ...
+
+
+def option_without_lockstep(algorithm: RunnableAlgorithm) -> str | None:
+    """Return an option of generation that ranks cannot follow which run each block together; None if there is none.
+
+    The text continues "cannot ...".
+    """
+    speculation = algorithm.speculation
+    if "sharded" not in CAPABILITIES[algorithm.engine]:
+        return f"generate by engine={algorithm.engine!r}"
+    if algorithm.generation_options.batch_invariant:
+        return "generate with batch_invariant=True"
+    drafts = speculation is not None and speculation.drafter == "blocks"
+    return "draft by its own first blocks" if drafts else None
 
 
 def option_without_stages(algorithm: RunnableAlgorithm) -> str | None:

@@ -134,6 +134,7 @@ class PlanEvaluator:
                 sharers=sharers_of(task.roles),
                 workload=task.workload,
                 generates_in_stages=task.generates_in_stages,
+                generates_in_lockstep=task.generates_in_lockstep,
             ).completed(task.dataflow)
         except ReallocError:
             return

@@ -110,6 +110,13 @@ def test_invalid_generation_options_are_refused(settings: dict[str, Any], messag
             {"engine": "hf", "generation": GenerationOptions(rollout_budget=RolloutBudget(tokens=9))},
             "needs an engine that stops at a budget and",
         ),
+        *(
+            (
+                {"engine": engine, "generation": GenerationOptions(router_replay=True)},
+                "router_replay=True needs an engine that records the experts of its tokens",
+            )
+            for engine in ("hf", "vllm")
+        ),
     ],
 )
 def test_settings_that_the_engine_cannot_follow_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -121,6 +128,12 @@ def test_a_rollout_budget_needs_an_algorithm_that_generates() -> None:
     options = GenerationOptions(rollout_budget=RolloutBudget(tokens=9))
     with pytest.raises(ConfigError, match="SFT has none that could; leave rollout_budget out of generation"):
         SFT("x", generation=options)
+
+
+def test_router_replay_needs_an_algorithm_that_trains_on_what_it_generates() -> None:
+    replays = GenerationOptions(router_replay=True)
+    with pytest.raises(ConfigError, match="no training call here reads what its model generated"):
+        _ = SFT("x", generation=replays).dataflow
 
 
 def test_a_backend_of_torch_compile_is_checked() -> None:

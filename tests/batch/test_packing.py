@@ -132,3 +132,15 @@ def test_a_sequence_longer_than_a_micro_batch_is_refused_with_the_bound_it_needs
         DataError, match=r"micro-batch of actor.train; one has 11 tokens, and .*=10: raise it to at least 11"
     ):
         micro_batches([3, 11], 10, call="actor.train")
+
+
+def test_experts_follow_their_tokens_and_prompts_with_other_experts_are_not_shared() -> None:
+    prompt, responses = [5, 6], [[7], [8, 9], [1], [2]]
+    first, other = [[0, 1], [2, 3]], [[0, 1], [3, 2]]  # of the prompt's tokens
+    own = [[[place, place] for _ in response] for place, response in enumerate(responses)]
+    rows = [first + own[0], first + own[1], other + own[2], other + own[3]]
+    experts = Ragged.from_list([torch.tensor(row, dtype=torch.uint8) for row in rows])
+    packed = pack(_samples([prompt] * 4, responses).with_columns(experts=experts), share_prompts=True)
+    assert packed.shared == (0, 2, 0, 2)
+    assert packed.experts is not None and packed.experts.dtype == torch.uint8
+    assert packed.experts.tolist() == first + own[0] + own[1] + other + own[2] + own[3]

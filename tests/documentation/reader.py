@@ -16,6 +16,7 @@ from tests.documentation.pages import examples
 from tests.models import byte_tokenizer, tiny_model, tiny_scorer
 
 ACTORS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "runs/demo/warm")
+MIXTURES = ("Qwen/Qwen3-30B-A3B",)
 REWARD_MODELS = ("Skywork/Skywork-Reward-V2-Qwen3-0.6B", "my/reward-model")
 SIZES = {"vocab_size": 260, "max_position_embeddings": 4096}
 MOST_TOKENS = range(2, 200)
@@ -37,15 +38,15 @@ ROWS = {"train": CHATS, "pairs": PAIRS, "runs/demo/train": PROMPTS, "runs/demo/h
 
 def write_folder(folder: Path) -> None:
     """Write models, data and a plan."""
-    for name in ACTORS:
-        model = tiny_model("qwen3", **SIZES)
+    for name in (*ACTORS, *MIXTURES):
+        model = tiny_model("qwen3_moe" if name in MIXTURES else "qwen3", **SIZES)
         model.generation_config.eos_token_id = list(MOST_TOKENS)
         model.save_pretrained(folder / name)
     for name in REWARD_MODELS:
         tiny_scorer("qwen3", **SIZES).save_pretrained(folder / name)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
-    for name in (*ACTORS, *REWARD_MODELS):
+    for name in (*ACTORS, *MIXTURES, *REWARD_MODELS):
         tokenizer.save_pretrained(folder / name)
     for name, rows in ROWS.items():
         write_jsonl(folder / f"{name}.jsonl", rows)

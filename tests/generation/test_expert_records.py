@@ -61,7 +61,7 @@ def check_records(model: PreTrainedModel, engine: GenerationEngine, made: Sequen
 def test_records_are_those_of_whole_forwards(name: str) -> None:
     model = tiny_model("qwen3_moe")
     engine = GenerationEngine(model, **SETTINGS[name])
-    engine.record_experts()
+    engine.record_experts(True)
     with engine.sharing():
         made = engine.generate(PROMPTS, ENDLESS)
     check_records(model, engine, made)
@@ -73,7 +73,7 @@ def test_records_are_those_of_whole_forwards(name: str) -> None:
 def test_records_of_conversations_in_every_family(family: str) -> None:
     model = tiny_model(family)
     engine = GenerationEngine(model, max_slots=5)
-    engine.record_experts()
+    engine.record_experts(True)
     with engine.sharing():
         made = engine.generate(PROMPTS, SAMPLED, environment=_answer, conversation=Conversation(max_turns=3))
     assert any(not all(each.model_mask) for each in made)
@@ -86,7 +86,7 @@ def test_replayed_graphs_store_records(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_parts, "StepGraphs", captured)
     model = tiny_model("mixtral")
     engine = GenerationEngine(model)
-    engine.record_experts()
+    engine.record_experts(True)
     with engine.sharing():
         made = engine.generate(PROMPTS, SAMPLED)
     assert recorder.num_replayed > 0
@@ -94,5 +94,5 @@ def test_replayed_graphs_store_records(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_dense_model_has_no_experts_to_record() -> None:
-    with pytest.raises(GenerationError, match="LlamaForCausalLM has no routers whose experts could be recorded"):
-        GenerationEngine(tiny_model("llama")).record_experts()
+    with pytest.raises(GenerationError, match="experts of tokens, and LlamaForCausalLM has no"):
+        GenerationEngine(tiny_model("llama")).record_experts(True)

@@ -8,8 +8,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from lightning_realloc.batch.samples import EXPERTS
 from lightning_realloc.dataflow.dataflow import CallKind, Dataflow, ModelFunctionCall
-from lightning_realloc.errors import PlanError
+from lightning_realloc.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
     from lightning_realloc.algorithms.base.role import Role
@@ -115,6 +116,30 @@ def dataflow_of_calls(
     return Dataflow(tuple(replace(call, needs=names) for call, names in zip(kept, needs, strict=True)))
 
 
+def with_experts(calls: tuple[ModelFunctionCall, ...]) -> tuple[ModelFunctionCall, ...]:
+    """Let generating calls of trained roles produce the experts of their tokens, and later calls of the role need them.
+
+    Raises:
+        ConfigError: if no training call reads the responses of its role.
+    """
+    trained = {call.role for call in calls if call.kind == "train"}
+    makers = {call.role: call for call in calls if call.kind == "generate" and call.role in trained}
+
+    def reads(call: ModelFunctionCall) -> bool:
+        maker = makers.get(call.role) if call.kind in ("infer", "train") else None
+        return maker is not None and not set(call.needs).isdisjoint(maker.produces)
+
+    if not any(reads(call) for call in calls if call.kind == "train"):
+        raise ConfigError(
+            "router_replay=True gives tokens the experts that they had in generation, and no training call here reads "
+            "what its model generated; leave router_replay out"
+        )
+    changed = [replace(call, needs=(*call.needs, EXPERTS)) if reads(call) else call for call in calls]
+    return tuple(
+        replace(call, produces=(*call.produces, EXPERTS)) if call in makers.values() else call for call in changed
+    )
+
+
 class DeclaredCalls:
     """Part of an algorithm's module that names its models and calls, and derives the dataflow of an iteration."""
 
@@ -122,6 +147,11 @@ class DeclaredCalls:
     """Roles that :meth:`roles` may leave out; their calls are then left out, too."""
     answered_ahead: tuple[str, ...] = ()
     """Calls that no longer run, because the batch brings their results."""
+
+    @property
+    def replays_experts(self) -> bool:
+        """Whether tokens have the experts of generation in later calls of the trained role that generated them."""
+        return False
 
     def roles(self) -> tuple[Role, ...]:
         """Return the algorithm's models."""
@@ -149,7 +179,8 @@ class DeclaredCalls:
                 each other.
         """
         present = tuple(role.name for role in self.roles())
-        return dataflow_of_calls(self.calls(), present, self.optional_roles)
+        calls = with_experts(self.calls()) if self.replays_experts else self.calls()
+        return dataflow_of_calls(calls, present, self.optional_roles)
 
     @classmethod
     def calls_for(cls, roles: Sequence[str]) -> tuple[ModelFunctionCall, ...]:

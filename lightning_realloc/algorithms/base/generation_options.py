@@ -61,6 +61,9 @@ class GenerationOptions:
     """Whether a sample's tokens and log-probabilities have the same bits whatever else is generated, in whatever slots
     and chunks, and with any drafts under ``verification="match"``. Every forward then has one shape, which is slower.
     Needs layouts with ``fsdp=1``, and a model without experts."""
+    router_replay: bool = False
+    """Whether training, and inference by the trained model, give the tokens of a mixture of experts the experts that
+    they had in generation, with weights and gradients of the current router. Known as rollout routing replay (R3)."""
     rollout_budget: RolloutBudget | None = None
     """Tokens or seconds of an iteration's generation; unfinished responses continue in the next one. None: no limit."""
 
@@ -71,7 +74,7 @@ class GenerationOptions:
             check_type(VLLMOptions, vllm=self.vllm)
         check_type(RolloutBudget, rollout_budget=self.rollout_budget)
         check_type(Real, max_cache_bytes=self.max_cache_bytes)
-        check_type(bool, batch_invariant=self.batch_invariant)
+        check_type(bool, batch_invariant=self.batch_invariant, router_replay=self.router_replay)
         _check_sample_reallocation(self.sample_reallocation)
         if self.cuda_graphs not in (True, False, "collective"):
             raise ConfigError(f'cuda_graphs={self.cuda_graphs!r} must be True, False or "collective"')
@@ -103,6 +106,7 @@ _NEEDS: Mapping[str, Capability] = {
     "compile": "captures",
     "cuda_graphs": "captures",
     "batch_invariant": "batch_invariant",
+    "router_replay": "records_experts",
     "rollout_budget": "budget",
 }
 """Option -> the capability that it needs of the engine, unless it has its default."""

@@ -203,6 +203,10 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
         return seed_of_run(self._trainer) if self._seed is None else self._seed
 
     @property
+    def replays_experts(self) -> bool:
+        return self.generation_options.router_replay
+
+    @property
     def has_environment(self) -> bool:
         """Whether samples wait for an environment while they are generated."""
         return False

@@ -146,6 +146,7 @@ def sample_responses(
 
     def responses(completions: Sequence[Completion]) -> Samples:
         made = rollout_of(samples.by_ids([c.sample_id for c in completions]), completions, dialogue)
+        made = engine.with_experts(made, completions)
         made = made if iteration is None else made.with_columns(**age_columns(completions, iteration))
         return made if add_parts is None else add_parts(made)
 

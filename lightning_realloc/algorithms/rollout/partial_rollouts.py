@@ -117,7 +117,7 @@ class BudgetedRollout:
             **({} if self.dialogue is None else self.dialogue.settings),
         )  # fmt: skip
         versions = Ragged.from_list([completion.versions for completion in completions], dtype=torch.int64)
-        made = rollout_of(rows, completions, self.dialogue)
+        made = engine.with_experts(rollout_of(rows, completions, self.dialogue), completions)
         made = made.with_columns(versions=versions, began_in=rows.tensor("began_in"))
         return self._divide(Samples.concatenate([made, *done]))
 

@@ -13,7 +13,7 @@ of its own."""
 
 Capability = Literal[
     "batch_invariant", "budget", "cache_bound", "captures", "drafts", "environment", "extra_inputs", "keeps_cache",
-    "moves", "partners", "same_logprobs", "sharded", "stages", "stream", "vllm",
+    "moves", "partners", "records_experts", "same_logprobs", "sharded", "stages", "stream", "vllm",
 ]  # fmt: skip
 
 _MEANINGS: Mapping[Capability, str] = {
@@ -27,6 +27,7 @@ _MEANINGS: Mapping[Capability, str] = {
     "keeps_cache": "leaves its cache to us between calls",
     "moves": "hands samples over to other ranks",
     "partners": "lets environments talk to models",
+    "records_experts": "records the experts of its tokens",
     "same_logprobs": "computes log-probabilities as training does",
     "sharded": "runs where all ranks run a model's blocks together",
     "stages": "runs a model in pipeline stages",

@@ -62,6 +62,14 @@ class Routers:
         """Return (n, L * k) records of the tokens (1, n) whose experts are unknown."""
         return torch.full((ids.shape[1], self.width), self.unknown, dtype=self.dtype, device=ids.device)
 
+    def join(self, records: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor:
+        """Return (N, L * k) records of sequences, cut to their lengths, or filled up with unknown experts."""
+        joined = torch.full((sum(lengths), self.width), self.unknown, dtype=self.dtype)
+        for part, record in zip(joined.split(list(lengths)), records, strict=True):
+            if record is not None:
+                part[: len(record)] = record[: len(part)]
+        return joined
+
     def count(self, records: Tensor) -> Tensor:
         """Return the (L, E) tokens of each expert in (N, L * k) records."""
         chosen = records.long().view(-1, self.num_layers, self.num_chosen).transpose(0, 1).flatten(1)
@@ -215,11 +223,13 @@ def _is_router(module: Any) -> bool:
 
 def routing_arguments(model: nn.Module, packed: PackedBatch, tokens: TokenGroup | None) -> dict[str, RoutedPass]:
     """Return the keyword arguments by which a model's routers follow a pack; none if there is nothing to do."""
-    routers, counts = routers_of(model), packed.expert_counts
-    if routers is None or counts is None:
+    routers, counts, experts = routers_of(model), packed.expert_counts, packed.experts
+    if routers is None or (counts is None and experts is None):
         return {}
-    counted = packed.response_mask if tokens is None else tokens.cut(packed.response_mask)
-    return RoutedPass(routers, counts=counts, counted=counted).arguments
+    counted = packed.response_mask
+    if tokens is not None:
+        counted, experts = tokens.cut(counted), None if experts is None else tokens.cut(experts)
+    return RoutedPass(routers, replayed=experts, counts=counts, counted=counted).arguments
 
 
 def load_metrics(counts: Tensor) -> dict[str, float]:
@@ -238,11 +248,3 @@ def load_metrics(counts: Tensor) -> dict[str, float]:
         "unused_experts": float((counts == 0).double().mean()),
         "expert_entropy": float(entropy),
     }
-
-
-def join_records(records: Sequence[Tensor], lengths: Sequence[int], routers: Routers) -> Tensor:
-    """Return (N, L * k) records of sequences, filled up to their lengths with tokens whose experts are unknown."""
-    joined = torch.full((sum(lengths), routers.width), routers.unknown, dtype=routers.dtype)
-    for part, record in zip(joined.split(list(lengths)), records, strict=True):
-        part[: len(record)] = record
-    return joined

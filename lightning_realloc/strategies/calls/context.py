@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_realloc.batch.packing import PackedBatch
-from lightning_realloc.batch.samples import Samples
+from lightning_realloc.batch.samples import EXPERTS, Samples
 from lightning_realloc.batch.training import pack_columns
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.runtime.measure.usage import PeakMemory
@@ -46,8 +46,10 @@ class CallContext:
         method: Callable[..., Any] = getattr(self.algorithm, call.method)
         return method
 
-    def pack(self, samples: Samples) -> PackedBatch:
-        """Return samples as one micro-batch on the device."""
+    def pack(self, call: ModelFunctionCall, samples: Samples) -> PackedBatch:
+        """Return samples of a call as one micro-batch on the device, with the experts that it needs."""
+        if EXPERTS not in call.needs:
+            samples = samples.without_columns(EXPERTS)
         return pack_columns(samples, self.device, share_prompts=self.algorithm.share_prompts)
 
     def micro_batch_tokens(self, call: ModelFunctionCall) -> int:

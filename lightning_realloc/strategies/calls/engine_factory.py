@@ -13,10 +13,10 @@ import torch.distributed as dist
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Engine, HFEngine
-from lightning_realloc.generation.core.capabilities import CAPABILITIES, require_capability
+from lightning_realloc.generation.core.capabilities import require_capability
 from lightning_realloc.generation.loop.environment import Agree
 from lightning_realloc.layout import Layout
-from lightning_realloc.strategies.algorithm_protocol import option_without_stages
+from lightning_realloc.strategies.algorithm_protocol import option_without_lockstep, option_without_stages
 from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.lockstep import Lockstep
 from lightning_realloc.strategies.calls.weight_updates import WeightUpdates
@@ -134,13 +134,7 @@ class EngineFactory(ABC):
     def _check(self, call: ModelFunctionCall, replica: Replica) -> None:
         """Refuse options that cannot be followed where a rank does not hold all layers at once."""
         self._check_stages(call, replica)
-        speculation, asked = self._algorithm.speculation, None
-        if speculation is not None and speculation.drafter == "blocks":
-            asked = "draft by its own first blocks"
-        if self._algorithm.generation_options.batch_invariant:
-            asked = "generate with batch_invariant=True"
-        if "sharded" not in CAPABILITIES[self._algorithm.engine]:
-            asked = f"generate by engine={self._algorithm.engine!r}"
+        asked = option_without_lockstep(self._algorithm)
         if replica.layout.runs_in_lockstep and asked is not None:
             raise GenerationError(
                 f"{call.name} runs in the layout {replica.layout}, whose blocks are run by all ranks together, and "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from lightning_realloc.batch.samples import Divided, Samples
+from lightning_realloc.batch.samples import EXPERTS, Divided, Samples
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.loop.streaming import PartialResults
@@ -36,6 +36,8 @@ class GenerateCalls:
         replica_engine = self._engines.engine_for(call, replica)
         replica_engine.begin(data, data.index(call))
         engine, chunked = replica_engine.engine, data.chunked(call)
+        if self._context.algorithm.generation_options.router_replay:
+            engine.record_experts(EXPERTS in call.produces and self._context.algorithm.trainer.training)
         shared = None if chunked is None else PartialResults(chunked.num_chunks, chunked.send)
         self._context.mailbox.record.follow(engine.progress)
         self._engines.is_generating = True

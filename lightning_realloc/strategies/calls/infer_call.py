@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -91,13 +91,12 @@ class InferCalls:
         self, call: ModelFunctionCall, replica: Replica, rows: PositionedRows, micro_batches: Sequence[MicroBatch]
     ) -> Samples | None:
         """Return the results of some micro-batches; None if none of them counts, or another stage holds them."""
-        method = self._context.method_of(call)
         replica.model.eval()  # the home replica may come from a training call with dropout
 
         def attempt(micro_batches: Sequence[MicroBatch]) -> list[Samples]:
             parts = [rows.select(micro.positions) for micro in micro_batches]
             with torch.no_grad(), self._context.reading(call, replica):
-                values = self._forward(method, replica, parts)
+                values = self._forward(call, replica, parts)
             return [] if values is None else [
                 Samples(part.ids, {call.produces[0]: column.to("cpu")})
                 for part, column, micro in zip(parts, values, micro_batches, strict=True) if micro.counts
@@ -130,15 +129,16 @@ class InferCalls:
         )
 
     def _forward(
-        self, method: Callable[..., Tensor], replica: Replica, parts: Sequence[Samples]
+        self, call: ModelFunctionCall, replica: Replica, parts: Sequence[Samples]
     ) -> list[Tensor | Ragged] | None:
         """Return one column per micro-batch; None if another pipeline stage holds them."""
+        method = self._context.method_of(call)
 
         def column_of(model: nn.Module, batch: PackedBatch) -> Tensor | Ragged:
             values = method(model, batch)
             return values if len(batch) == values.shape[0] != batch.num_tokens else batch.responses(values)
 
-        packs = self._context.mailbox.record.counted(self._context.pack(part) for part in parts)
+        packs = self._context.mailbox.record.counted(self._context.pack(call, part) for part in parts)
         if replica.layout.dims.pp > 1:
             stage = PipelineStage(replica.model, replica.model_layout, self._context.pool.meshes)
             return pipeline_infer(stage, packs, column_of)

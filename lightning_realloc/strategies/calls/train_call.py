@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.samples import EXPERTS
 from lightning_realloc.batch.training import (
     Loss,
     MicroBatch,
@@ -215,7 +216,13 @@ class TrainCalls:
 
     def _pack(self, job: _Job, micro: MicroBatch, sums: MetricSums) -> PackedBatch:
         """Return a micro-batch whose forward adds to the counts of experts, if its model has some."""
-        batch, routers = self._context.pack(job.rows.select(micro.positions)), routers_of(job.replica.model)
+        rows, routers = job.rows.select(micro.positions), routers_of(job.replica.model)
+        if EXPERTS in job.call.needs and EXPERTS not in rows:
+            raise PlanError(
+                f"router_replay=True needs the experts of responses, and those of {job.call.name} were generated "
+                f"without; set router_replay=False to train on them"
+            )
+        batch = self._context.pack(job.call, rows)
         if routers is None or not micro.counts:
             return batch
         if sums.expert_counts is None:

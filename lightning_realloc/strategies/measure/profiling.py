@@ -29,7 +29,11 @@ from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.output_files import write_text
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.transfer.agreement import TransportName
-from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm, option_without_stages
+from lightning_realloc.strategies.algorithm_protocol import (
+    RunnableAlgorithm,
+    option_without_lockstep,
+    option_without_stages,
+)
 from lightning_realloc.strategies.calls.overlap import OverlapOptions
 from lightning_realloc.strategies.measure.profiler import MAX_BLOCKS, MAX_DECODE_BLOCKS, OutOfTimeError, Profiler
 from lightning_realloc.strategies.measure.subjects import Machine, ProfileRequest, SubjectMaker
@@ -244,7 +248,7 @@ def _degrees(model: ModelSpec, kinds: set[CallKind], machine: Machine) -> list[P
     for size in (size for size in sizes(cluster) if size <= ranks):
         for kind in sorted(kinds):
             for dims in legal_dims(model, kind, size, cluster):
-                if dims.pp == 1 and (dims.dp == 1 or kind == "train"):
+                if dims.pp == dims.ep == 1 and (dims.dp == 1 or kind == "train"):
                     found[dims] = None
     return sorted(found, key=lambda dims: (dims.size, dims.degrees))
 
@@ -322,6 +326,7 @@ def make_plan_evaluator(
         overlap=overlap.overlap,
         generation_chunks=overlap.generation_chunks,
         generates_in_stages=option_without_stages(module) is None,
+        generates_in_lockstep=option_without_lockstep(module) is None,
     )
     return PlanEvaluator(task=task, estimate=estimate, lengths=typical)
 

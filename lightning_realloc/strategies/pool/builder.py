@@ -29,7 +29,7 @@ from lightning_realloc.runtime.model.adapter_layers import adapted_layers
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.transfer.shared_memory import shared_memory_obstacle
-from lightning_realloc.strategies.algorithm_protocol import option_without_stages
+from lightning_realloc.strategies.algorithm_protocol import option_without_lockstep, option_without_stages
 from lightning_realloc.strategies.largest_workload import largest_workload
 from lightning_realloc.strategies.pool.memory_check import (
     describe_roles,
@@ -151,7 +151,8 @@ class PoolBuilder:
             world_size=self.facts.world_size,
             element_bytes=self.options.copy_dtype.itemsize,
             sharers=self.options.sharers,
-            generates_in_stages=self._generates_in_stages,
+            generates_in_stages=option_without_stages(self.module) is None,
+            generates_in_lockstep=option_without_lockstep(self.module) is None,
         )
 
     def choose_plan(self, source: NamedPlan) -> ExecutionPlan:
@@ -213,13 +214,10 @@ class PoolBuilder:
             settings=settings,
             workload=workload,
             memory_budget=min(gather_objects(self.memory_budget)),
-            generates_in_stages=self._generates_in_stages,
+            generates_in_stages=option_without_stages(self.module) is None,
+            generates_in_lockstep=option_without_lockstep(self.module) is None,
         )
         return default_plan(task, phase_bytes, world_size=self.facts.world_size)
-
-    @property
-    def _generates_in_stages(self) -> bool:
-        return option_without_stages(self.module) is None
 
     def keeps_caches(self, plan: ExecutionPlan) -> bool:
         """Return whether engines keep caches and CUDA graphs between generations. Collective over all ranks."""

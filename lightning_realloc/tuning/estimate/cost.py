@@ -6,7 +6,6 @@ same links, and framework time between kernels beyond one launch time per block.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +17,7 @@ from lightning_realloc.dataflow.dataflow import CallKind
 from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.dataflow.pipeline_schedule import idle_turns
 from lightning_realloc.layout.cluster import ClusterSpec
-from lightning_realloc.layout.dims import AXES, Layout, ParallelDims
+from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.limits import MAX_CAPTURED_TOKENS
 from lightning_realloc.tuning.estimate.estimator import CallSeconds
 from lightning_realloc.tuning.estimate.hardware import Group, Links
@@ -35,22 +34,29 @@ class Placement(NamedTuple):
     fsdp: Group
     dp: Group
     cp: Group
+    ep: Group
+    expert_fsdp: Group
+    expert_dp: Group
     stages_share_node: bool
     """Whether all pipeline stages lie on the same node."""
 
     @classmethod
     def from_layout(cls, layout: Layout, cluster: ClusterSpec) -> Placement:
         """Return the placement of a layout on a cluster."""
-        nodes = (np.array(layout.ranks) // cluster.devices_per_node).reshape(layout.dims.degrees)
-        kinds = layout.tensor_axes, layout.shard_axes, layout.replica_axes, layout.token_axes, layout.stage_axes
-        tensors, shards, replicas, tokens, stages = (_widest(nodes, axes) for axes in kinds)
-        return cls(tensors, shards, replicas, tokens, stages.nodes == 1)
+        nodes = np.array(layout.ranks) // cluster.devices_per_node
+        kinds = layout.tensor_axes, layout.shard_axes, layout.replica_axes, layout.token_axes
+        expert_kinds = layout.expert_axes, layout.expert_shard_axes, layout.expert_replica_axes
+        tensors, shards, replicas, tokens = (_widest(nodes, layout, axes) for axes in kinds)
+        experts, expert_shards, expert_replicas = (_widest(nodes, layout, axes) for axes in expert_kinds)
+        within_node = _widest(nodes, layout, layout.stage_axes).nodes == 1
+        return cls(tensors, shards, replicas, tokens, experts, expert_shards, expert_replicas, within_node)
 
 
-def _widest(nodes: np.ndarray, axes: Sequence[str]) -> Group:
-    last = range(-len(axes), 0)
-    grouped = np.moveaxis(nodes, [AXES.index(axis) for axis in axes], last)
-    groups = np.sort(grouped.reshape(-1, math.prod(grouped.shape[last.start :])), axis=1)
+def _widest(nodes: np.ndarray, layout: Layout, axes: Sequence[str]) -> Group:
+    index = first = np.arange(len(nodes))
+    for degree, stride in layout.spans(axes):
+        first = first - index // stride % degree * stride  # equal for the ranks of a group
+    groups = np.sort(nodes[np.argsort(first, kind="stable")].reshape(-1, layout.count(*axes)), axis=1)
     return Group(groups.shape[1], int(1 + (np.diff(groups, axis=1) != 0).sum(axis=1).max()))
 
 
@@ -107,6 +113,10 @@ class CallCost:
     """Elements of the fullest rank, with the padding of FSDP's shards."""
     num_trained_sharded: int
     """Trained elements of the rank that holds most of them, with padding."""
+    num_experts: int
+    """Elements of experts among ``num_sharded``."""
+    num_trained_experts: int
+    """Elements of experts among ``num_trained_sharded``."""
     num_tied: int
     """Trained elements of the fullest rank that another pipeline stage holds, too."""
     stage_blocks: tuple[int, ...]
@@ -211,7 +221,7 @@ class CallCost:
         """
         engine, dims = self.settings.engine, self.dims
         num_tokens = sequences * (1 + engine.num_ahead)
-        is_local = dims.fsdp == dims.pp == 1 and (dims.tp == 1 or engine.captures_collectives)
+        is_local = dims.fsdp == dims.pp == dims.ep == 1 and (dims.tp == 1 or engine.captures_collectives)
         return self.links.efficiency.captures_steps and is_local and num_tokens <= MAX_CAPTURED_TOKENS
 
     def _scored_head(self, rows: float) -> Pass:
@@ -233,7 +243,9 @@ class CallCost:
         efficiency, shape = self.links.efficiency, self.kernels.shape
         launch += 2 * efficiency.collective_launch_s if self.dims.tp > 1 else 0.0
         if shape.experts is not None:
-            launch += shape.experts.mean_over_blocks(shape.num_layers, efficiency.experts_launch_s, 0.0)
+            collectives = 3 if self.dims.ep > 1 else 0  # numbers of tokens, tokens, and outputs
+            own = efficiency.experts_launch_s + collectives * efficiency.collective_launch_s
+            launch += shape.experts.mean_over_blocks(shape.num_layers, own, 0.0)
         return Pass(max(compute, launch - exchange), exchange)
 
     # ---- micro-batches
@@ -274,11 +286,17 @@ class CallCost:
     def _exchange(self, tokens: float) -> float:
         """Return the time of a block's two all-reduces of hidden states; its backward pass has two as well.
 
-        Context-parallel ranks exchange queries, keys, values and outputs of attention.
+        Context-parallel ranks exchange queries, keys, values and outputs of attention. Expert-parallel ranks exchange
+        the hidden state of each expert of a token, and its output.
         """
         shape, element, tp = self.kernels.shape, self.kernels.element_bytes, self.place.tp
         moved = 2 * tokens * (shape.queries(tp.size) + shape.keys(tp.size)) * element
-        return 2 * self.links.all_reduce(tokens * shape.hidden * element, tp) + self.links.gather(moved, self.place.cp)
+        hidden = tokens * shape.hidden * element
+        seconds = 2 * self.links.all_reduce(hidden, tp) + self.links.all_to_all(moved, self.place.cp)
+        if shape.experts is None:
+            return seconds
+        routed = 2 * self.links.all_to_all(shape.experts.per_token * hidden, self.place.ep)
+        return seconds + shape.experts.mean_over_blocks(shape.num_layers, routed, 0.0)
 
     def _join_sums(self, rows: float) -> float:
         """Return the time to exchange three fp32 numbers per token, from which tensor-parallel ranks get logprobs."""
@@ -299,14 +317,22 @@ class CallCost:
         """Return the time of FSDP's gather of a stage that the pass does not hide; the first block is never hidden."""
         if self.dims.fsdp == 1:
             return 0.0
-        size = self.num_sharded * self.dims.fsdp * self.settings.gathered_bytes
-        return self._exposed(self.links.gather(size, self.place.fsdp), overlapped)
+        return self._exposed(self._gather(self.num_sharded, self.num_experts), overlapped)
+
+    def _gather(self, sharded: int, experts: int) -> float:
+        """Return the time to gather shards, or to scatter gradients; those of experts over the ranks that ep leaves."""
+        place, size = self.place, self.settings.gathered_bytes
+        if self.dims.ep == 1:
+            return self.links.gather(sharded * place.fsdp.size * size, place.fsdp)
+        dense = self.links.gather((sharded - experts) * place.fsdp.size * size, place.fsdp)
+        return dense + self.links.gather(experts * place.expert_fsdp.size * size, place.expert_fsdp)
 
     def _reduce(self, overlapped: Pass) -> CallSeconds:
         """Return the time of reducing gradients that the last backward pass does not hide; its last block never is."""
-        size = self.num_trained_sharded * self.dims.fsdp * self.settings.gathered_bytes
-        scatter = self.links.gather(size, self.place.fsdp)
-        replicas = self.links.all_reduce(size / self.dims.fsdp, self.place.dp)
+        experts = self.num_trained_experts if self.dims.ep > 1 else 0
+        scatter, size = self._gather(self.num_trained_sharded, experts), self.settings.gathered_bytes
+        replicas = self.links.all_reduce((self.num_trained_sharded - experts) * size, self.place.dp)
+        replicas += self.links.all_reduce(experts * size, self.place.expert_dp)
         if scatter + replicas == 0:
             return CallSeconds()
         exposed = self._exposed(scatter + replicas, overlapped) / (scatter + replicas)

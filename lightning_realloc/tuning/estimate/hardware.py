@@ -182,6 +182,15 @@ class Links:
         between = num_bytes * (group.nodes - 1) / group.nodes / local / self._between
         return max(inside, between) + self._hops(group)
 
+    def all_to_all(self, num_bytes: float, group: Group) -> float:
+        """Return the time in which each rank sends equal parts of ``num_bytes`` to all ranks, itself included."""
+        if group.size < 2 or num_bytes <= 0:
+            return 0.0
+        local = group.size / group.nodes
+        inside = num_bytes * (local - 1) / group.size / self._inside
+        between = num_bytes * (group.size - local) / group.size / self._between
+        return max(inside, between) + self._hops(group)
+
     def all_reduce(self, num_bytes: float, group: Group) -> float:
         """Return the time of an all-reduce, as a reduce-scatter and an all-gather."""
         return 2 * self.gather(num_bytes, group)

@@ -22,13 +22,15 @@ LOGIT_PASSES = 4
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Compute times of the first of ``tp`` ranks, in seconds: no rank has more heads."""
+    """Compute times of the first of ``tp`` ranks, in seconds: no rank has more heads, and all have equal experts."""
 
     shape: ModelShape
     tp: int
     device: Device
     element_bytes: int
     """Bytes of a weight, and of an activation, during computation."""
+    ep: int = 1
+    """Ranks that divide the experts, and send each other tokens."""
     _products: dict[int, float] = field(default_factory=dict, repr=False, compare=False)
 
     def forward(self, tokens: float, context: float) -> float:
@@ -101,10 +103,10 @@ class Kernels:
     def _mixture(self, rows: int, experts: Experts) -> float:
         """Return the time of the matrix products of experts and of their router.
 
-        The rows of an expert's product are the tokens routed to it. An expert without tokens is not read.
+        The rows of an expert's product are the tokens that all ``ep`` ranks route to it; others are not read.
         """
         router = self.device.matmul(rows, self.shape.hidden, experts.count, self.element_bytes)
-        reached = experts.num_reached(rows)
+        reached = experts.num_reached(rows * self.ep) / self.ep
         each = rows * experts.per_token / reached
         routed = self._mlp(each, experts.features_on(self.tp), num_products=reached)
         return router + routed + self._mlp(rows, experts.shared_features_on(self.tp))

@@ -159,7 +159,7 @@ class MeasuredEstimator:
 
     def _keys(self, role: str, kind: CallKind, dims: ParallelDims) -> dict[PassKind, PassKey]:
         inside = replace(dims, pp=1)
-        alone = replace(inside, dp=1)  # replicas communicate only to reduce gradients
+        alone = inside if dims.ep > 1 else replace(inside, dp=1)  # replicas communicate only to reduce gradients
         return {
             one: PassKey(self.models[role], one, inside if one.startswith("train") else alone) for one in _KINDS[kind]
         }

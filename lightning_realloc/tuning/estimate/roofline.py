@@ -100,12 +100,14 @@ class RooflineEstimator:
         return CallCost(
             num_sharded=max(sizes.num_sharded for sizes in ends),
             num_trained_sharded=max(sizes.num_trained_sharded for sizes in ends),
+            num_experts=max(sizes.num_experts for sizes in ends),
+            num_trained_experts=max(sizes.num_trained_experts for sizes in ends),
             num_tied=max(sizes.num_tied for sizes in ends),
             stage_blocks=tuple(map(len, elements.role.model.stage_blocks(dims.pp))),
             trained_share=elements.num_trained / elements.num_elements,
             dims=dims,
             place=place or self.place(plan.layout),
-            kernels=self._kernels(role, dims.tp),
+            kernels=self._kernels(role, dims.tp, dims.ep),
             links=Links(self.cluster, self.efficiency),
             settings=self.settings,
             tokens=self.tokens,
@@ -124,11 +126,11 @@ class RooflineEstimator:
         trained_only = not self.settings.frees_copies
         return traffic(self._elements[role], source, target, self.cluster, trained_only=trained_only)
 
-    def _make_kernels(self, role: str, tp: int) -> Kernels:
+    def _make_kernels(self, role: str, tp: int, ep: int) -> Kernels:
         shape = self.roles[role].shape
         assert shape is not None, "checked when the estimator was made"
         element_bytes = min(self.settings.copy_bytes, self.settings.gathered_bytes)
-        return Kernels(shape, tp, Device(self.cluster, self.efficiency), element_bytes)
+        return Kernels(shape, tp, Device(self.cluster, self.efficiency), element_bytes, ep)
 
     def move_seconds(self, role: str, source: Layout, target: Layout) -> float:
         """Return the seconds to move a role's weights from their home to another layout; 0 between equal layouts.

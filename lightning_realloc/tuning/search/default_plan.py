@@ -199,6 +199,7 @@ class _Candidates:
             sharers=self._sharers,
             workload=task.workload,
             generates_in_stages=task.generates_in_stages,
+            generates_in_lockstep=task.generates_in_lockstep,
         ).completed(task.dataflow)
 
     def _layouts(self) -> Iterator[ExecutionPlan]:

@@ -43,15 +43,16 @@ def heuristic_plan(
     sharers: Mapping[str, str] = MappingProxyType({}),
     workload: Workload | None = None,
     generates_in_stages: bool = True,
+    generates_in_lockstep: bool = True,
 ) -> ExecutionPlan:
     """Return layouts that follow from the number of ranks, the models' sizes and the memory of a device.
 
     Training shards weights, gradients and optimizer state over its ranks, which needs the least memory, and no
     communication per token. Several trained models get disjoint ranks, in proportion to their sizes. If one does not
     fit there, or there are too few ranks, all train on all ranks. Generation and inference read weights once per token
-    or micro-batch, so they hold whole replicas. These are divided as little as fits: by tensor parallelism inside a
-    node, then by pipeline stages of such groups. A model that fits at no degree stays sharded. The order of ranks is
-    the one that moves the fewest bytes from the training layout.
+    or micro-batch, so they hold whole replicas. These are divided as little as fits: by tensor or expert parallelism
+    inside a node, then by pipeline stages of tensor-parallel groups. A model that fits at no degree stays sharded. The
+    order of ranks is the one that moves the fewest bytes from the training layout.
 
     Where there are fewer samples than ranks of a training call, ranks divide the tokens of samples.
 
@@ -60,6 +61,7 @@ def heuristic_plan(
         sharers: Role without weights of its own -> the role whose base it uses, which its weights come from.
         workload: Number and lengths of samples; None: unknown.
         generates_in_stages: Whether generating calls may run in pipeline stages.
+        generates_in_lockstep: Whether ranks of a generating call may run each block together.
     """
     for call in dataflow.model_calls:
         if call.role not in models:
@@ -74,8 +76,13 @@ def heuristic_plan(
         home = homes.get(owner)
         layout = home if call.kind == "train" else None
         if layout is None:
-            place, in_stages = places.get(call.name, ranks.all), call.kind != "generate" or generates_in_stages
-            layout = ranks.replicated(role, place, home, in_stages=in_stages and not call.partners)
+            layout = ranks.replicated(
+                role,
+                places.get(call.name, ranks.all),
+                home,
+                in_stages=not call.partners and (call.kind != "generate" or generates_in_stages),
+                in_lockstep=not call.partners and (call.kind != "generate" or generates_in_lockstep),
+            )
         if layout is None:
             layout = ranks.sharded(ranks.all if home is None else home.ranks)
         calls.append((call.name, CallPlan(layout)))
@@ -123,7 +130,13 @@ class _Ranks:
         return self.size(role) * TRAINING_BYTES_PER_ELEMENT / len(ranks) <= room
 
     def replicated(
-        self, role: str, ranks: tuple[int, ...], origin: Layout | None, *, in_stages: bool = True
+        self,
+        role: str,
+        ranks: tuple[int, ...],
+        origin: Layout | None,
+        *,
+        in_stages: bool = True,
+        in_lockstep: bool = True,
     ) -> Layout | None:
         """Return the layout of whole replicas of a model on ``ranks``; None if it does not fit.
 
@@ -131,22 +144,27 @@ class _Ranks:
 
         Args:
             in_stages: Whether the call may run in pipeline stages.
+            in_lockstep: Whether ranks with other samples may run each block together.
         """
         model, room = self._models[role], WEIGHTS_SHARE_OF_MEMORY * self._cluster.device_memory_bytes
-        divisions = self._divisions(model, len(ranks), in_stages=in_stages)
+        divisions = self._divisions(model, len(ranks), in_stages=in_stages, in_lockstep=in_lockstep)
         replica = next((dims for dims in divisions if self._largest_share(model, dims) <= room), None)
         if replica is None:
             return None
-        dims = replace(replica, dp=len(ranks) // replica.size)
+        dims = replace(replica, dp=replica.dp * len(ranks) // replica.size)
         if origin is not None and replica.size > 1:
             return choose_rank_order(ModelLayout(model, origin), dims, ranks, self._cluster)
         return Layout(dims, ranks)
 
-    def _divisions(self, model: ModelSpec, num_ranks: int, *, in_stages: bool) -> Iterator[ParallelDims]:
-        """Yield degrees of one replica: tp inside a node, stages of the largest such groups, then tp over nodes."""
+    def _divisions(
+        self, model: ModelSpec, num_ranks: int, *, in_stages: bool, in_lockstep: bool
+    ) -> Iterator[ParallelDims]:
+        """Yield degrees of one replica: tp or ep inside a node, stages of the widest tp groups, then tp over nodes."""
         degrees = [tp for tp in model.tensor_parallel_degrees(num_ranks) if num_ranks % tp == 0]
         inside = [tp for tp in degrees if tp <= self._cluster.devices_per_node]
         yield from (ParallelDims(tp=tp) for tp in inside)
+        shared = model.expert_parallel_degrees(self._cluster.devices_per_node) if in_lockstep else ()
+        yield from (ParallelDims(dp=ep, ep=ep) for ep in shared if ep > 1 and num_ranks % ep == 0)
         stages = [pp for pp in range(2, num_ranks // inside[-1] + 1) if num_ranks // inside[-1] % pp == 0]
         yield from (ParallelDims(pp=pp, tp=inside[-1]) for pp in stages if in_stages and can_be_pipelined(model, pp))
         yield from (ParallelDims(tp=tp) for tp in degrees[len(inside) :])

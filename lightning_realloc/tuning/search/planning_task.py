@@ -40,6 +40,8 @@ class PlanningTask:
 
     generates_in_stages: bool = True
     """Whether generating calls may run in pipeline stages."""
+    generates_in_lockstep: bool = True
+    """Whether ranks of a generating call may run each block together, as they do with ``fsdp`` and ``ep``."""
 
     @property
     def usable_bytes(self) -> int:
@@ -70,7 +72,12 @@ class PlanningTask:
         """Return the options of calls that rows of the workload fit, and that generation can follow."""
         load = self.workload
         row_tokens = 0 if load is None else load.group_size * load.longest
-        return replace(options, row_tokens=row_tokens, generates_in_stages=self.generates_in_stages)
+        return replace(
+            options,
+            row_tokens=row_tokens,
+            generates_in_stages=self.generates_in_stages,
+            generates_in_lockstep=self.generates_in_lockstep,
+        )
 
     def on_nodes(self, num_nodes: int) -> PlanningTask:
         """Return the same task on another number of nodes."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from lightning_realloc.dataflow.dataflow import CallKind, Dataflow, ModelFunctionCall
@@ -43,6 +43,8 @@ class CallOptions:
     """Whether training and inference may divide rows by context parallelism."""
     generates_in_stages: bool = True
     """Whether generating calls may run in pipeline stages."""
+    generates_in_lockstep: bool = True
+    """Whether ranks of a generating call may run each block together, as they do with ``fsdp`` and ``ep``."""
 
     def plans(self, kind: CallKind, layout: Layout) -> tuple[CallPlan, ...]:
         """Return the plans of a call under one layout."""
@@ -132,7 +134,11 @@ def legal_dims(
             rest = num_ranks // (tp * cp * pp)
             for dp in _divisors(rest) if _can_be_sharded(model) else (rest,):
                 found.append(ParallelDims(pp=pp, dp=dp, fsdp=rest // dp, cp=cp, tp=tp))
-    return tuple(found)
+    if kind == "generate" and not options.generates_in_lockstep:
+        return tuple(dims for dims in found if dims.fsdp == 1)
+    experts = set(model.expert_parallel_degrees(num_ranks)) - {1}
+    divided = [replace(dims, ep=ep) for dims in found for ep in dims.expert_degrees if ep in experts]
+    return (*found, *divided)
 
 
 def _token_degrees(model: ModelSpec, kind: CallKind, per_node: int, options: CallOptions) -> Iterator[tuple[int, int]]:
@@ -156,7 +162,7 @@ def call_dims(
     roles = (str(call.role), *call.further_roles)
     dims, *others = (legal_dims(models[role], call.kind, num_ranks, cluster, options) for role in roles)
     common = set(dims).intersection(*others)
-    return tuple(one for one in dims if one in common and not (call.partners and (one.fsdp > 1 or one.pp > 1)))
+    return tuple(one for one in dims if one in common and not (call.partners and max(one.fsdp, one.pp, one.ep) > 1))
 
 
 def common_dims(

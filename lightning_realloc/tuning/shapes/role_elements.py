@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_realloc.layout.cuts import Cut
+from lightning_realloc.layout.cuts import Cut, ExpertCut
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelLayout, ParamSpec
 from lightning_realloc.layout.sharding import LocalShard
@@ -41,6 +41,10 @@ class RankElements:
     """Sharded elements."""
     num_trained_sharded: int
     """Sharded elements that are trained."""
+    num_experts: int
+    """Sharded elements of stacked experts."""
+    num_trained_experts: int
+    """Sharded elements of stacked experts that are trained."""
     num_tied: int
     """Sharded elements that are trained and that another stage holds, too: tied embeddings."""
     num_trained: int
@@ -99,6 +103,8 @@ class RoleElements:
         numbers = [families.setdefault(key, len(families)) for key in keys]
         self.on_ends = np.array([is_tied for *_, is_tied in families], dtype=np.bool_)
         """Families that both the first and the last pipeline stage hold."""
+        self.of_experts = np.array([any(cut.axes == ExpertCut.axes for cut in cuts) for _, cuts, _ in families])
+        """Families of stacked experts."""
         table = np.zeros((3, model.num_blocks + 2, len(families)), dtype=np.int64)
         for param, number in zip(model.params, numbers, strict=True):
             is_trained = param.name not in role.frozen_params
@@ -222,6 +228,8 @@ class RoleElements:
             stage=stage,
             num_sharded=int((counts @ sharded).sum()),
             num_trained_sharded=int((trained_counts @ sharded).sum()),
+            num_experts=int((counts @ (sharded * self.of_experts)).sum()),
+            num_trained_experts=int((trained_counts @ (sharded * self.of_experts)).sum()),
             num_tied=int((trained_counts @ (sharded * self.on_ends)).sum()) if dims.pp > 1 else 0,
             num_trained=int(trained.sum()),
             root=int(held[[0, -1]].sum()),

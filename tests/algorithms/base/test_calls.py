@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from lightning_realloc.algorithms.base.calls import compute, declared_calls, generate, infer, train
+from lightning_realloc.algorithms.base.calls import (
+    compute,
+    declared_calls,
+    generate,
+    infer,
+    train,
+    with_experts,
+)
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.errors import PlanError
 
@@ -111,3 +118,11 @@ def test_the_cache_of_calls_keeps_no_class_alive() -> None:
     del Again
     gc.collect()
     assert ended() is None
+
+
+def test_experts_go_from_a_role_s_generation_to_its_later_calls_alone() -> None:
+    changed = {call.name: call for call in with_experts(declared_calls(Extended))}
+    assert changed["actor.generate"].produces == ("rollout", "experts")
+    assert changed["actor.train"].needs == ("rollout", "rewards", "experts")
+    assert changed["reference.infer"].needs == ("rollout",)
+    assert "experts" not in changed["judge"].needs

@@ -150,7 +150,8 @@ def _talk(max_cache_bytes: int | None) -> list[tuple[list[Completion], Migration
     calls = []
     with moving(every=1, plan_balance=at_random):
         peers, rank = _peers(), dist.get_rank()
-        engine = GenerationEngine(tiny_model("llama"), max_slots=6, peers=peers, max_cache_bytes=max_cache_bytes)
+        engine = GenerationEngine(tiny_model("qwen3_moe"), max_slots=6, peers=peers, max_cache_bytes=max_cache_bytes)
+        engine.record_experts(True)
         mine = range(rank, NUM_PROMPTS, dist.get_world_size())
         for _ in range(2):
             made = engine.generate(
@@ -164,13 +165,22 @@ def _talk(max_cache_bytes: int | None) -> list[tuple[list[Completion], Migration
 
 @pytest.mark.parametrize("max_cache_bytes", matrix([None, 60_000], 60_000), ids=["slots", "pages"])
 def test_conversations_move_between_and_within_turns(workers: WorkerPool, max_cache_bytes: int | None) -> None:
-    alone = GenerationEngine(tiny_model("llama")).generate(_prompts(), TALK, environment=_answer)
-    expected = {c.sample_id: (c.token_ids, c.model_mask, c.finish_reason) for c in alone}
+    engine = GenerationEngine(tiny_model("qwen3_moe"))
+    engine.record_experts(True)
+    alone = engine.generate(_prompts(), TALK, environment=_answer)
+
+    def compared(made: Sequence[Completion]) -> dict[int, object]:
+        return {
+            c.sample_id: (c.token_ids, c.model_mask, c.finish_reason, None if c.experts is None else c.experts.tolist())
+            for c in made
+        }
+
+    expected = compared(alone)
     assert any(not all(c.model_mask) for c in alone)
     ranks = workers.run(_talk, max_cache_bytes, world_size=2)
     num_sent = 0
     for call in zip(*ranks, strict=True):
-        assert {c.sample_id: (c.token_ids, c.model_mask, c.finish_reason) for made, _ in call for c in made} == expected
+        assert compared([c for made, _ in call for c in made]) == expected
         assert sum(stats.num_sent for _, stats in call) == sum(stats.num_received for _, stats in call)
         num_sent += sum(stats.num_sent for _, stats in call)
     assert num_sent > 0

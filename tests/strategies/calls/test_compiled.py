@@ -17,7 +17,7 @@ from tests.workers import WorkerPool
 
 PLANS = {
     train: {"calls": {"actor.generate": generate, "reference.infer": "dp2", "actor.train": train}}
-    for generate, train in (("tp2", "fsdp2"), ("dp2", "tp2"), ("dp2", "pp2"))
+    for generate, train in (("tp2", "fsdp2"), ("dp2", "tp2"), ("dp2", "pp2"), ("dp2.ep2", "fsdp2.ep2"))
 } | {"one rank": "static"}
 
 
@@ -26,8 +26,8 @@ def run(plans: Sequence[Any], backend: str | None) -> list[Outcome]:
     world_size, found = runs.world_size(), []
     for plan in plans:
         # Every block is compiled on its own, so one is enough unless two stages share them.
-        blocks = 2 if "pp2" in str(plan) else 1
-        actor, reference = (tiny_model("llama", seed=seed, num_hidden_layers=blocks) for seed in (0, 1))
+        blocks, family = 2 if "pp2" in str(plan) else 1, "mixtral" if "ep2" in str(plan) else "llama"
+        actor, reference = (tiny_model(family, seed=seed, num_hidden_layers=blocks) for seed in (0, 1))
         module = runs.grpo(
             actor=actor, reference=reference, optimizer=partial(SGD, lr=1.0),
             train_options=runs.options(compile=backend),

@@ -65,6 +65,10 @@ def test_collectives_move_the_bytes_of_a_ring() -> None:
     assert LINKS.gather(4e6, Group(2, 2)) == pytest.approx(20e-3 + 1e-5)
     # 4 ranks on each of 2 nodes: every rank's adapter receives a quarter of the other node's half.
     assert LINKS.gather(4e6, Group(8, 2)) == pytest.approx(5e-3 + 2e-6 + 1e-5)
+    # Of eight ranks on two nodes, three are near and four far; each has an adapter of its own.
+    assert LINKS.all_to_all(4e6, Group(4, 1)) == pytest.approx(3e-3 + 2e-6)
+    assert LINKS.all_to_all(4e6, Group(8, 2)) == pytest.approx(20e-3 + 2e-6 + 1e-5)
+    assert LINKS.all_to_all(4e6, Group(1, 1)) == 0
     assert LINKS.gather(4e6, Group(1, 1)) == LINKS.all_reduce(0, Group(4, 1)) == 0
 
 

@@ -27,6 +27,8 @@ LLAMA = "layers=32,hidden=4096,intermediate=11008,heads=32,vocabulary=32000"
 CLUSTER = ClusterSpec.parse("a100-80g:4x8")
 HALF = MemorySettings(copy_bytes=2, gathered_bytes=2)
 LOAD = Workload(num_sequences=512, prompt_tokens=128, response_tokens=384, micro_batch_tokens=8192)
+EXPERTS = "experts=16,experts_per_token=4"
+MIXTURE = f"layers=2,hidden=1024,intermediate=512,heads=8,vocabulary=1000,{EXPERTS}"
 CALLS = ("actor.generate", "reference.infer", "actor.train")
 
 
@@ -122,6 +124,32 @@ def test_fsdp_gathers_in_every_pass_and_scatters_gradients_once() -> None:
     assert seconds("actor.train", "fsdp8", answers).sharding == pytest.approx((2 * passes + 1) * one_way, rel=0.01)
     assert seconds("reference.infer", "fsdp8", answers).sharding == pytest.approx(passes * one_way, rel=0.01)
     assert seconds("actor.train", "fsdp8", estimator()).sharding < one_way  # hidden except for one block
+
+
+def test_expert_parallel_ranks_exchange_tokens_and_gather_fewer_weights() -> None:
+    answers = estimator(MIXTURE, efficiency=replace(IDEAL, hides_communication=False))
+    # Each of 8,192 tokens of 4 micro-batches has 4 experts in each of 2 blocks, seven of eight on other ranks.
+    away = 8192 * 4 * 1024 * 2 * 7 / 8 / CLUSTER.intra_node_bytes_per_s + 3 * CLUSTER.intra_node_latency_s
+    scored = seconds("reference.infer", "dp8.ep8", answers)
+    assert scored.tensor_parallel == pytest.approx(4 * 2 * 2 * away)
+    trained = {text: seconds("actor.train", text, answers) for text in ("fsdp8", "fsdp8.ep2", "fsdp8.ep8")}
+    assert trained["fsdp8.ep8"].tensor_parallel == pytest.approx(2 * scored.tensor_parallel)
+    experts, others = 2 * 16 * 3 * 1024 * 512, 2 * (4 * 1024**2 + 16 * 1024) + 2 * 1000 * 1024
+    # Nine times: in both passes of four micro-batches, and once for gradients. Half of the experts are on four ranks.
+    moved = {"fsdp8": (experts + others) * 7 / 8, "fsdp8.ep2": others * 7 / 8 + experts / 2 * 3 / 4}
+    for text, num_hops in (("fsdp8", 3), ("fsdp8.ep2", 3 + 2), ("fsdp8.ep8", 3)):
+        sent = 2 * moved.get(text, others * 7 / 8) / CLUSTER.intra_node_bytes_per_s
+        assert trained[text].sharding == pytest.approx(9 * (sent + num_hops * CLUSTER.intra_node_latency_s), rel=0.01)
+
+
+def test_ranks_that_divide_experts_read_fewer_of_them_in_a_decoding_step() -> None:
+    load = replace(LOAD, num_sequences=8)
+    at_once = replace(IDEAL, experts_launch_s=0)
+    answers = estimator(MIXTURE, efficiency=at_once, load=load, cluster=replace(CLUSTER, device_flops=1e30))
+    whole, divided = (seconds("actor.generate", text, answers).compute for text in ("dp8", "dp8.ep8"))
+    # One token reaches four experts of sixteen; eight tokens reach 16 (1 - 0.75^8) = 14.4, of which a rank has 1.8.
+    fewer = 2 * (4 - 16 * (1 - 0.75**8) / 8) * 3 * 1024 * 512 * 2 / CLUSTER.device_memory_bytes_per_s
+    assert whole - divided == pytest.approx(383 * fewer, rel=0.05)
 
 
 def test_a_pipeline_waits_for_its_first_and_last_micro_batch() -> None:
@@ -316,10 +344,21 @@ LAYOUTS = {
 }
 
 
-def test_bytes_equal_those_of_the_forecast() -> None:
+EXPERT_LAYOUTS = {
+    "actor.generate": "dp4.ep4@0-3",
+    "reward.infer": "dp4@0-3",
+    "reference.infer": "dp2.fsdp2.ep4@0-3",
+    "critic.infer": "dp4.ep2@0-3",
+    "actor.train": "fsdp4.ep2@0-3",
+    "critic.train": "pp2.fsdp2.ep2@0-3",
+}
+
+
+@pytest.mark.parametrize(("model", "layouts"), [(SMALL, LAYOUTS), (f"{SMALL},{EXPERTS}", EXPERT_LAYOUTS)])
+def test_bytes_equal_those_of_the_forecast(model: str, layouts: dict[str, str]) -> None:
     load = Workload(num_sequences=16, prompt_tokens=4, response_tokens=12, micro_batch_tokens=64)
-    answers = estimator(SMALL, load=load)
-    plan = plan_of(LAYOUTS)
+    answers = estimator(model, load=load)
+    plan = plan_of(layouts)
     forecast = forecast_memory(PPO_FLOW, plan, answers.roles, HALF, load, ranks=range(4))
     for name, call in plan.calls:
         during = max(

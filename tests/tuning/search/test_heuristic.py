@@ -9,7 +9,7 @@ import pytest
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
-from lightning_realloc.layout.cuts import TensorParallelCut, sharded
+from lightning_realloc.layout.cuts import TensorParallelCut, sharded, sharded_experts
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelLayout, ModelSpec, ParamSpec
 from lightning_realloc.tuning.memory.parts import Workload
@@ -91,6 +91,26 @@ def test_replicas_larger_than_a_node_become_stages_of_the_widest_groups() -> Non
     assert found(2) == {"actor.train": "fsdp8", "actor.generate": "dp4.tp2", "reference.infer": "dp4.tp2"}
     assert found(4) == {"actor.train": "fsdp8", "actor.generate": "pp2.dp2.tp2", "reference.infer": "pp2.dp2.tp2"}
     assert found(4, generates_in_stages=False) == found(4) | {"actor.generate": "dp2.tp4"}
+
+
+def test_experts_are_divided_where_no_whole_replica_fits() -> None:
+    model = ModelSpec(
+        (ParamSpec("block.0.experts", (4, 256, 64), sharded_experts(), "block", 0),),
+        num_blocks=1,
+        tp_refusal="no plan",
+        ep_refusal=None,
+    )
+    memory = int(2 * model.num_elements / 2 / WEIGHTS_SHARE_OF_MEMORY + 1)
+    cluster = replace(ClusterSpec.local(8), device_memory_bytes=memory)
+    models = {"actor": model, "reference": model}
+
+    def found(**given: bool) -> dict[str, str]:
+        plan = heuristic_plan(FLOW, models, cluster, world_size=8, element_bytes=2, **given)
+        plan.check_models(FLOW, models)
+        return {name: str(call.layout.dims) for name, call in plan.calls}
+
+    assert found() == {"actor.train": "fsdp8", "actor.generate": "dp8.ep2", "reference.infer": "dp8.ep2"}
+    assert found(generates_in_lockstep=False) == found() | {"actor.generate": "fsdp8"}
 
 
 @pytest.mark.parametrize(

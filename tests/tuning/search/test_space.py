@@ -11,7 +11,7 @@ import pytest
 from lightning_realloc.dataflow.dataflow import CallKind
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout.cluster import ClusterSpec
-from lightning_realloc.layout.cuts import TensorParallelCut, sharded
+from lightning_realloc.layout.cuts import TensorParallelCut, sharded, sharded_experts
 from lightning_realloc.layout.dims import AXES, Layout, ParallelDims
 from lightning_realloc.layout.model import ModelLayout, ModelSpec, ParamSpec
 from lightning_realloc.tuning.search.space import (
@@ -38,6 +38,12 @@ TIED = ModelSpec((HEAD, *PARAMS), num_blocks=3, aliases=(("head", "embedding"),)
 SCALED = ModelSpec((ParamSpec("scale", (), sharded(), "input"), *PARAMS), num_blocks=3)
 UNCUT = ModelSpec(PARAMS, num_blocks=3, tp_refusal="no plan")
 HEADED = ModelSpec(PARAMS, num_blocks=3, attention_heads=((12, 6),))
+EXPERTS = ModelSpec(
+    tuple(ParamSpec(f"block.{b}.experts", (4, 8, 6), sharded_experts(), "block", b) for b in range(3)),
+    num_blocks=3,
+    tp_refusal="no plan",
+    ep_refusal=None,
+)
 LONG = CallOptions(row_tokens=3 * MIN_SLICE_TOKENS, generates_in_stages=False)
 
 
@@ -64,7 +70,11 @@ def test_large_clusters_offer_only_node_counts_that_divide_well_and_all_nodes() 
 
 @pytest.mark.parametrize(
     ("model", "options"),
-    [*((model, CallOptions()) for model in (MODEL, TIED, SCALED, UNCUT)), (HEADED, LONG), (HEADED, CallOptions())],
+    [
+        *((model, CallOptions()) for model in (MODEL, TIED, SCALED, UNCUT, EXPERTS)),
+        (HEADED, LONG),
+        (HEADED, CallOptions()),
+    ],
 )
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8, 24])
@@ -86,7 +96,8 @@ def test_degrees_are_those_that_model_kind_nodes_and_rows_allow(
 
     degrees = [degree for degree in range(1, num_ranks + 1) if num_ranks % degree == 0]
     products = (ParallelDims(*chosen) for chosen in itertools.product(degrees, repeat=len(AXES)))
-    expected = {dims for dims in products if dims.size == num_ranks and is_legal(dims)}
+    fitting = (dims for dims in products if dims.size == num_ranks)
+    expected = {one for dims in fitting for ep in dims.expert_degrees if is_legal(one := replace(dims, ep=ep))}
     found = legal_dims(model, kind, num_ranks, cluster(3, 8), options)
     assert set(found) == expected
     divides = options is LONG and num_ranks > 1 and kind != "generate"
@@ -122,6 +133,11 @@ def test_calls_that_ask_models_hold_all_layers_and_gather_nothing() -> None:
     generate = replace(GENERATE, partners=("actor", "seller"))
     models = {"actor": MODEL, "seller": UNCUT}
     assert call_dims(generate, models, 4, cluster(1, 4)) == (ParallelDims(dp=4),)
+    mixtures = dict.fromkeys(models, EXPERTS)
+    assert call_dims(generate, mixtures, 4, cluster(1, 4)) == (ParallelDims(dp=4),)
+    alone = CallOptions(generates_in_lockstep=False)
+    degrees = legal_dims(EXPERTS, "generate", 4, cluster(1, 4), alone)
+    assert set(degrees) == {ParallelDims(dp=4), ParallelDims(pp=2, dp=2)}
     assert len(call_dims(replace(generate, partners=()), models, 4, cluster(1, 4))) > 8
 
 
