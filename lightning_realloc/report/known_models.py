@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from importlib.resources import files
 from types import MappingProxyType
+from typing import Any
 
 import yaml
 from transformers import AutoConfig, PreTrainedConfig
@@ -43,8 +44,8 @@ _SHAPE_EXAMPLE = "layers=32,hidden=4096,intermediate=14336,heads=32,kv_heads=8,v
 
 
 @lru_cache(maxsize=1)
-def known_models() -> Mapping[str, str]:
-    """Return the shapes of the built-in models by Hugging Face name, read from ``known_models.yaml`` once."""
+def known_models() -> Mapping[str, str | dict[str, Any]]:
+    """Return shapes or configurations of built-in models by Hugging Face name. The file is read once."""
     return MappingProxyType(yaml.safe_load(files(__package__).joinpath("known_models.yaml").read_text("utf-8")))
 
 
@@ -58,7 +59,8 @@ def find_known_model(name: str) -> PreTrainedConfig:
     names = {key.lower(): key for key in models} | {key.split("/")[1].lower(): key for key in models}
     wanted = name.strip().lower()
     if wanted in names:
-        return parse_shape(models[names[wanted]])
+        known = models[names[wanted]]
+        return parse_shape(known) if isinstance(known, str) else AutoConfig.for_model(**known)
     near = dict.fromkeys(names[match] for match in difflib.get_close_matches(wanted, names, n=4, cutoff=0.5))
     offer = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(models)}"
     raise PlanError(f"model {name!r} is not built in ({offer}); or give a folder with its config.json")

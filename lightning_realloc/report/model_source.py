@@ -126,6 +126,6 @@ def _pricing_obstacle(text: Any, role: RoleMemory) -> str | None:
     for param in role.model.params:
         if param.block is not None and "attn" in param.name:
             attention[param.block].add(param.name.split(".", 3)[-1])
-    if getattr(text, "kv_lora_rank", None) is not None or len(set(map(frozenset, attention.values()))) > 1:
+    if len(set(map(frozenset, attention.values()))) > 1:
         return f"is a mixture of {experts} experts whose attention is not that of the Llama family in every block"
     return None

@@ -33,6 +33,8 @@ PUBLISHED = {
     "Qwen/Qwen3-8B": 8_190_735_360,
     "Qwen/Qwen3-32B": 32_762_123_264,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "openai/gpt-oss-120b": 116_829_156_672,
+    "deepseek-ai/DeepSeek-V3": 671_026_404_352,  # without the 14,848 biases of routers, which are buffers
     "HuggingFaceTB/SmolLM2-135M": 134_515_008,
     "HuggingFaceTB/SmolLM2-360M": 361_821_120,
     "HuggingFaceTB/SmolLM2-1.7B": 1_711_376_384,
@@ -42,6 +44,13 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_model_has_the_published_number_of_parameters(name: str) -> None:
     assert role_of(name).model.num_elements == PUBLISHED[name]
+
+
+def test_projections_of_latent_attention_have_the_elements_of_its_weights() -> None:
+    model = role_of("deepseek-ai/DeepSeek-V3").model
+    products = sum(inner * outer for inner, outer in shape_of("deepseek-ai/DeepSeek-V3").projections())
+    weights = [param for param in model.params if param.block == 0 and "self_attn" in param.name]
+    assert products == sum(param.numel for param in weights if len(param.shape) == 2)
 
 
 def describe(family: str, **sizes: Any) -> tuple[ModelSpec, ModelShape]:

@@ -82,9 +82,8 @@ class Kernels:
         return self._products[num_rows]
 
     def _matmuls(self, rows: int) -> float:
-        shape, queries = self.shape, self.shape.queries(self.tp)
-        sizes = [(shape.hidden, queries, 1), (shape.hidden, self.shape.keys(self.tp), 2), (queries, shape.hidden, 1)]
-        attention = sum(n * self.device.matmul(rows, inner, columns, self.element_bytes) for inner, columns, n in sizes)
+        shape, sizes = self.shape, self.shape.projections(self.tp)
+        attention = sum(self.device.matmul(rows, inner, columns, self.element_bytes) for inner, columns in sizes)
         dense = self._mlp(rows, shape.intermediate / self.tp)
         if shape.experts is None:
             return attention + dense

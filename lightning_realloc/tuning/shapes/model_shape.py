@@ -19,6 +19,42 @@ _ACTIVATION_COPIES = {"relu": -1, "gelu_new": 3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Low-rank projections of multi-head latent attention. Source: DeepSeek-V2, arXiv:2405.04434, section 2.1."""
+
+    query_rank: int | None
+    """Features between the two projections of queries; None: one projection."""
+    key_rank: int
+    """Features from which keys and values are projected."""
+    query_width: int
+    """Features of a head's query and key."""
+    value_width: int
+    """Features of a head's value."""
+    rotary: int
+    """Features of a key that all heads share, and that rotate."""
+
+    @classmethod
+    def from_config(cls, config: Any) -> Latent | None:
+        """Read a Hugging Face config; None without latent attention."""
+        key_rank, rotary = read_size(config, "kv_lora_rank"), read_size(config, "qk_rope_head_dim")
+        plain, value = read_size(config, "qk_nope_head_dim"), read_size(config, "v_head_dim")
+        if key_rank is None or rotary is None or plain is None or value is None:
+            return None
+        return cls(
+            query_rank=read_size(config, "q_lora_rank"),
+            key_rank=key_rank,
+            query_width=plain + rotary,
+            value_width=value,
+            rotary=rotary,
+        )
+
+    @property
+    def mean_width(self) -> int:
+        """Mean features of a key and a value, which caches and scores grow with."""
+        return (self.query_width + self.value_width) // 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """Sizes of a decoder that its activation memory depends on."""
 
@@ -40,6 +76,8 @@ class ModelShape:
     """Whether queries and keys are normalized per head."""
     activation_copies: int = 0
     """Copies of the MLP's features that the activation function keeps, relative to a kernel that keeps its input."""
+    latent: Latent | None = None
+    """Ranks of latent attention, whose keys and values are as wide as ``head_dim`` on average; None: none."""
     experts: Experts | None = None
     """Experts in place of the MLP in most or all blocks; None for a dense model."""
 
@@ -60,6 +98,7 @@ class ModelShape:
         """
         text = config.get_text_config()
         hidden, heads = _size(text, "hidden_size"), _size(text, "num_attention_heads")
+        latent = Latent.from_config(text)
         names = [param.name for param in model.params if param.section == "block"]
         norms = [name for name in names if "norm" in name or ".ln_" in name]
         return cls(
@@ -68,7 +107,8 @@ class ModelShape:
             intermediate=_size(text, "intermediate_size", "ffn_dim", "n_inner", default=4 * hidden),
             num_heads=heads,
             num_kv_heads=_size(text, "num_key_value_heads", default=heads),
-            head_dim=_size(text, "head_dim", default=hidden // heads),
+            head_dim=_size(text, "head_dim", default=hidden // heads) if latent is None else latent.mean_width,
+            latent=latent,
             num_outputs=num_outputs or _size(text, "vocab_size"),
             gated=any("gate" in name for name in names),
             rms_norm=not any(name.endswith(".bias") for name in norms),
@@ -78,6 +118,18 @@ class ModelShape:
             ),
             experts=Experts.from_config(text, model),
         )
+
+    def projections(self, tp: int = 1) -> list[tuple[int, int]]:
+        """Return inner and outer features of attention's linear layers, on the first of ``tp`` ranks."""
+        queries, keys, latent = self.queries(tp), self.keys(tp), self.latent
+        if latent is None:
+            return [(self.hidden, queries), (self.hidden, keys), (self.hidden, keys), (queries, self.hidden)]
+        heads = queries // self.head_dim
+        up = [(latent.query_rank, heads * latent.query_width)] if latent.query_rank else []
+        down = (self.hidden, latent.query_rank or heads * latent.query_width)
+        expanded = heads * (latent.query_width - latent.rotary + latent.value_width)
+        joint = [(self.hidden, latent.key_rank + latent.rotary), (latent.key_rank, expanded)]
+        return [down, *up, *joint, (heads * latent.value_width, self.hidden)]
 
     def queries(self, tp: int = 1) -> int:
         """Return the features of the query heads on the first of ``tp`` ranks, which holds most of them."""
