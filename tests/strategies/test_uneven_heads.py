@@ -38,11 +38,8 @@ CASES = (
     ("9/3", "adapters", 1), ("14/2", "adapters", 0), ("9/3", "bounded cache", 0), ("14/2", "bounded cache", 1),
 )  # fmt: skip
 """Heads, settings and the number of a plan. Adapters train, and caches are bounded, in one plan for each."""
-BOUNDARIES = (
-    ("14/2", "all weights", 0),
-    ("9/3", "adapters", 1),
-)
-"""Each number of heads, whole and by adapters; tp2, tp3 and tp4. `tests/generation/test_ranks.py` bounds the cache."""
+BOUNDARY = ("14/2", "all weights", 0)
+"""9/3 heads and adapters are in `tests/runtime/parallel/test_parallelize.py`, bounded caches in `tests/generation`."""
 
 
 def _train(heads: str, plans: Sequence[Any], settings: dict[str, Any]) -> list[Outcome]:
@@ -59,7 +56,7 @@ def _train(heads: str, plans: Sequence[Any], settings: dict[str, Any]) -> list[O
     return found
 
 
-@pytest.mark.parametrize(("heads", "name", "plan"), matrix(CASES, *BOUNDARIES))
+@pytest.mark.parametrize(("heads", "name", "plan"), matrix(CASES, BOUNDARY))
 def test_every_plan_gives_the_results_of_one_rank(workers: WorkerPool, heads: str, name: str, plan: int) -> None:
     settings, plans = SETTINGS[name], PLANS[heads][plan : plan + 1]
     ((alone,),) = workers.run(_train, heads, ["heuristic"], settings, world_size=1, init_process_group=False)

@@ -63,7 +63,7 @@ CASES: Mapping[str, tuple[str, str, Mapping[str, Any], Sequence[Any]]] = {
 
 
 BOUNDARIES = {
-    "dpo": 0, "dpo with several losses": 0, "dpo with adapters": 1, "aot": 0, "kto": 0, "orpo": 1, "reward model": 2,
+    "dpo": 0, "dpo with several losses": 0, "aot": 0, "kto": 0, "orpo": 1, "reward model": 2,
     "process reward": 0,
 }  # fmt: skip
 """Case -> number of its plan."""

@@ -108,7 +108,7 @@ def test_ppo_gives_the_same_results_from_chunks(workers: WorkerPool, world_size:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.exhaustive),
         {"generation": GenerationOptions(sample_reallocation=True)},
         pytest.param({"engine": "hf"}, marks=pytest.mark.exhaustive),
     ],

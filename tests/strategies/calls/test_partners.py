@@ -61,7 +61,7 @@ def run(workers: WorkerPool, partner: str, layout: str, world_size: int, **setti
     ("partner", "layout"),
     matrix(
         [("actor", "dp2"), ("actor", "tp2"), ("frozen", "dp2"), ("frozen", "tp2")],
-        ("actor", "tp2"), ("frozen", "dp2"),
+        ("actor", "tp2"),
     ),
 )  # fmt: skip
 def test_every_layout_gives_the_talks_of_one_rank(workers: WorkerPool, partner: str, layout: str) -> None:
@@ -259,7 +259,7 @@ def test_a_run_that_resumes_with_another_kind_of_partner_warns(tmp_path: Path) -
     assert len(said) == 1 and "run.ckpt was saved with partner_other=a module, which this run lacks" in said[0]
 
 
-@pytest.mark.parametrize("partner", ["actor", "frozen"])
+@pytest.mark.parametrize("partner", matrix(["actor", "frozen"], "frozen"))
 def test_test_and_predict_talk_to_partners(partner: str) -> None:
     module = GRPO(
         chat_model(), tokenizer=chat_tokenizer(), environment=Talking, conversation=Conversation(max_turns=3),

@@ -85,7 +85,6 @@ def both(name: str, plan: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     ("name", "plan"),
     matrix(
         [("dpo", 0), ("dpo", 1), ("dpo", 2), ("by rank", 0), ("kto", 1), ("kto from zero", 2)],
-        ("dpo", 1),
         ("kto from zero", 2),
     ),
 )
@@ -135,7 +134,7 @@ def resumed(name: str, folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("name", matrix(["dpo", "kto from zero"], "kto from zero"))
+@pytest.mark.parametrize("name", matrix(["dpo", "kto from zero"], "dpo"))
 def test_a_resumed_run_precomputes_again_and_continues_with_the_same_results(
     name: str, workers: WorkerPool, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from lightning_realloc.callbacks.phase import PhaseCallback
 from lightning_realloc.runtime.messages.flight_record import ActivityProgress
+from tests.matrices import matrix
 from tests.strategies import runs
 from tests.strategies.runs import Batches
 from tests.workers import WorkerPool
@@ -33,7 +34,7 @@ def progress_of(layouts: dict[str, str]) -> dict[str, ActivityProgress | None]:
     return ends.found
 
 
-@pytest.mark.parametrize("layout", ["dp2", "fsdp2", "pp2", "tp2"])
+@pytest.mark.parametrize("layout", matrix(["dp2", "fsdp2", "pp2", "tp2"], "dp2", "pp2"))
 def test_a_call_ends_with_all_parts_done(workers: WorkerPool, layout: str) -> None:
     layouts: dict[str, Any] = {"actor_train": layout, "reference_infer": layout, "actor_generate": "dp2"}
     for found in workers.run(progress_of, layouts, world_size=2, init_process_group=False):

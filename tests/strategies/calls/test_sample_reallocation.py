@@ -58,7 +58,6 @@ def run_algorithm(
     matrix(
         [("dp2", 2, "all", None), ("dp2", 2, "all", "history"), ("dp2.tp2", 4, "all", None)],
         ("dp2", 2, "all", "history"),
-        ("dp2.tp2", 4, "all", None),
     ),
     ids=["dp2", "dp2, drafting", "dp2.tp2"],
 )

@@ -192,7 +192,11 @@ def test_generation_on_separate_ranks_changes_no_result(run: Run, overlap: str) 
 
 @pytest.mark.parametrize(
     ("algorithm", "settings"),
-    [("grpo", {}), ("grpo", {"kl": KL(0.04, place="reward")}), ("grpo", {"kl_coef": 0.0}), ("ppo", {})],
+    matrix(
+        [("grpo", {}), ("grpo", {"kl": KL(0.04, place="reward")}), ("grpo", {"kl_coef": 0.0}), ("ppo", {})],
+        ("grpo", {"kl_coef": 0.0}),
+        ("ppo", {}),
+    ),
 )
 def test_training_on_a_batch_overlaps_generation_of_the_next(
     workers: WorkerPool, tmp_path: Path, algorithm: str, settings: dict[str, Any]
@@ -228,7 +232,7 @@ def test_an_epoch_ends_with_every_batch_trained_on(run: Run, initial: Outcome) -
     assert ahead.tokens[2] != initial.tokens[0]
 
 
-@pytest.mark.parametrize("settings", [{}, {"kl_coef": 0.0}])
+@pytest.mark.parametrize("settings", matrix([{}, {"kl_coef": 0.0}], {}))
 def test_a_batch_that_waits_when_a_run_stops_is_left_out(workers: WorkerPool, settings: dict[str, Any]) -> None:
     plan = {name: layout for name, layout in APART.items() if settings == {} or name[0] != "r"}
     staleness, steps = workers.run(run_twice, plan, settings, world_size=2, init_process_group=False, deadline_s=60)[0]

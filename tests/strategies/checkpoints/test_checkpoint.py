@@ -86,7 +86,7 @@ def test_saving_changes_no_result(workers: WorkerPool, tmp_path: Path) -> None:
     assert not [name for name in contents(tmp_path / "saving-0") if name.startswith("optimizer")]
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
+@pytest.mark.parametrize("optimizer", matrix(["sgd", "momentum"], "momentum"))
 def test_an_optimizer_without_state_resumes_too(workers: WorkerPool, tmp_path: Path, optimizer: str) -> None:
     straight = Part(_sft("fsdp2"), 3, save=tmp_path / "straight", save_at=(1,), optimizer=optimizer)
     resumed = replace(straight, resume=tmp_path / "straight-1", save=tmp_path / "resumed", save_at=())
@@ -155,6 +155,7 @@ def test_a_run_through_several_layouts_equals_a_run_in_one(workers: WorkerPool, 
     _close_contents(tmp_path / "3", tmp_path / "straight")
 
 
+@pytest.mark.exhaustive  # other layouts: see above; fewer ranks: the two tests of frozen roles and of roles apart
 def test_a_run_on_changing_numbers_of_ranks_equals_a_run_on_one(workers: WorkerPool, tmp_path: Path) -> None:
     straight = Part("static", 3, save=tmp_path / "straight")
     logged = workers.run(run_parts, [straight], 1, world_size=1, init_process_group=False)[0]

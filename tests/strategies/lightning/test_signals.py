@@ -120,7 +120,6 @@ CASES: dict[str, Case] = {
     matrix(
         ((case, ranks) for case in CASES for ranks in ((1,), (0, 1))),
         *((case, (1,)) for case in CASES),
-        ("iterations", (0, 1)),
         ("plain", (0, 1)),
     ),
 )

@@ -84,7 +84,7 @@ def test_reference_and_generation_have_the_expected_outputs(workers: WorkerPool)
     assert min(logged["actor/kl"] for logged in alone[0][0].logged) > 1e-3
 
 
-@pytest.mark.parametrize("number", matrix([0, 1], 0))
+@pytest.mark.parametrize("number", matrix([0, 1]))  # PPO on one rank: test_peft_algorithms.py
 def test_an_actor_and_a_critic_train_adapters(workers: WorkerPool, number: int) -> None:
     plans = [
         calls(actor_train="fsdp2", actor_generate="dp2", reference_infer="dp2", critic_infer="tp2", critic_train="dp2"),

@@ -135,7 +135,6 @@ def _train(kind: type[runs.RecordedPPO], folder: Path, source: str, precision: s
     ("source", "precision"),
     matrix(
         [("folder", "32-true"), ("folder", "bf16-mixed"), ("config", "bf16-true")],
-        ("folder", "bf16-mixed"),
     ),
 )
 def test_training_equals_that_of_models_that_are_built_whole(

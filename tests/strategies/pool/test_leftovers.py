@@ -20,6 +20,7 @@ from lightning_realloc.runtime.model.structure import combined_class
 from lightning_realloc.runtime.parallel.tensor_parallel import _VocabularyEmbedding
 from lightning_realloc.strategies import ReallocStrategy
 from tests.devices import CPU_ALONE
+from tests.matrices import matrix
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.strategies.runs import Batches
@@ -101,7 +102,7 @@ def fit_all(plan: Any) -> tuple[list[list[str]], list[int], list[int]]:
 
 @CPU_ALONE
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", matrix([1, 2], 2))
 def test_fits_leave_no_models_and_no_threads(workers: WorkerPool, world_size: int) -> None:
     layout = runs.calls(actor_generate="dp2", reference_infer="dp2", actor_train="fsdp2")
     plan = layout if world_size > 1 else "heuristic"

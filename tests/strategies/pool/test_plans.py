@@ -92,7 +92,7 @@ def _assert_like(everyone: Sequence[Any], index: int, alone: tuple[runs.Outcome,
 
 @pytest.mark.parametrize(
     "name",
-    matrix(HAND_PICKED, "everything side by side", "pipelines"),
+    matrix(HAND_PICKED, "pipelines"),
 )
 def test_hand_picked_plans_give_the_results_of_one_rank(workers: WorkerPool, alone: Any, name: str) -> None:
     everyone = workers.run(run_ppo, [HAND_PICKED[name]], world_size=4, init_process_group=False, deadline_s=DEADLINE_S)
