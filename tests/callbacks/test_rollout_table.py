@@ -72,8 +72,8 @@ def show(folder: str, options: Mapping[str, Any], algorithm: str) -> list[dict[s
 @pytest.mark.parametrize(
     ("world_size", "options", "algorithm"),
     [
-        (1, {}, "grpo"),
-        (2, {"plan": "static"}, "grpo"),
+        pytest.param(1, {}, "grpo", marks=pytest.mark.exhaustive),
+        pytest.param(2, {"plan": "static"}, "grpo", marks=pytest.mark.exhaustive),
         pytest.param(2, {"max_staleness": 1}, "grpo", marks=pytest.mark.exhaustive),
         (2, {"overlap": "none"}, "ppo"),
         (2, {"plan": "static"}, "best_of_n"),

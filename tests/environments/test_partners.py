@@ -22,6 +22,7 @@ from lightning_realloc.generation.partners import PartnerQueue
 from tests.environments.guessing import END, chat_model, chat_tokenizer
 from tests.environments.talking import MAX_REPLY, Talking
 from tests.environments.test_episodes import options, prompts
+from tests.matrices import crossed
 
 GREEDY = SamplingParams(max_new_tokens=60, temperature=0.0)
 MAX_TURN = 5
@@ -99,8 +100,7 @@ def talk_by_hand(actor: PreTrainedModel, other: PreTrainedModel, secret: int, *,
     return response
 
 
-@pytest.mark.parametrize("engine", [GenerationEngine, HFEngine])
-@pytest.mark.parametrize("is_self", [True, False])
+@pytest.mark.parametrize(("engine", "is_self"), crossed([GenerationEngine, HFEngine], [True, False]))
 def test_a_greedy_talk_is_that_of_both_seats_played_by_hand(engine: Any, is_self: bool) -> None:
     other = None if is_self else chat_model(1)
     completions = Stage(Talking, other=other, engine=engine, max_turns=3).play(GREEDY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -31,6 +32,7 @@ from tests.generation.dialogues import (
     tell,
     tool,
 )
+from tests.matrices import matrix
 from tests.models import byte_tokenizer, tiny_model
 
 ENDLESS = Conversation(max_turns=100)
@@ -49,9 +51,16 @@ def test_the_reference_loop_covers_every_kind_of_turn() -> None:
                for one in told) > 4  # fmt: skip
 
 
-@pytest.mark.parametrize("speculates", [False, True])
-@pytest.mark.parametrize("num_slots", [1, 3, 16])
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
+@pytest.mark.parametrize(
+    ("params", "num_slots", "speculates"),
+    matrix(
+        itertools.product([GREEDY, SAMPLED], [1, 3, 16], [False, True]),
+        (GREEDY, 1, True),
+        (GREEDY, 3, False),
+        (SAMPLED, 3, True),
+        (SAMPLED, 16, False),
+    ),
+)
 def test_conversations_equal_those_of_the_reference_loop(
     params: SamplingParams, num_slots: int, speculates: bool
 ) -> None:

@@ -91,7 +91,10 @@ def keep(
         del WRITERS["Album"]
 
 
-@pytest.mark.parametrize("options", [{}, {"plan": APART, "overlap": "iterations", "max_staleness": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, marks=pytest.mark.exhaustive), {"plan": APART, "overlap": "iterations", "max_staleness": 1}],
+)
 def test_a_picture_has_all_ranks_and_comes_when_times_have_settled_and_then_at_the_interval(
     workers: WorkerPool, tmp_path: Path, options: dict[str, Any]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from lightning_realloc.generation.forward.batch_invariant import TileGraphs, fit
 from tests.devices import DEVICES
 from tests.generation.forward.test_cuda_graphs import Recorder
 from tests.generation.test_engine import reference_greedy, reference_logprobs
-from tests.matrices import crossed
+from tests.matrices import matrix
 from tests.models import tiny_model
 
 PARAMS = SamplingParams(max_new_tokens=8, temperature=0.9, top_p=0.95, seed=3, ignore_eos=True)
@@ -43,7 +44,13 @@ def generate(model: PreTrainedModel, numbers: Sequence[int], params: SamplingPar
     return bits_of(engine.generate([prompts[number] for number in numbers], params, sample_ids=list(numbers)))
 
 
-@pytest.mark.parametrize(("family", "dtype"), crossed(FAMILIES, [torch.bfloat16, torch.float32]))
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    matrix(
+        itertools.product(FAMILIES, [torch.bfloat16, torch.float32]),
+        ("qwen3", torch.float32), ("gemma2", torch.float32), ("phi3", torch.bfloat16), ("gpt2", torch.bfloat16),
+    ),
+)  # fmt: skip
 @pytest.mark.parametrize("device", DEVICES)
 def test_results_are_equal_to_the_bit_in_any_batch_and_with_drafts(
     family: str, dtype: torch.dtype, device: str

@@ -135,7 +135,14 @@ class FusedGraphs(StepGraphs):
         return replay
 
 
-@pytest.mark.parametrize("backend", [None, "eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        None,
+        pytest.param("eager", marks=pytest.mark.exhaustive),  # test_cuda_graphs.py compiles fused layers, too
+        pytest.param("inductor", marks=pytest.mark.inductor),
+    ],
+)
 @pytest.mark.parametrize("family", matrix(["qwen2", "qwen3"], "qwen3"))
 def test_captured_steps_with_fused_layers_draw_the_same_tokens(
     monkeypatch: pytest.MonkeyPatch, family: str, backend: str | None

@@ -138,7 +138,6 @@ def _agreement(meshes: MeshRegistry, layout: Layout) -> Callable[[Sequence[float
             for settings in ({}, {"speculation": DRAFTS, "max_cache_bytes": 120_000})
         ],
         ("tp2", {"speculation": DRAFTS, "max_cache_bytes": 120_000}),
-        ("dp2", {"speculation": DRAFTS, "max_cache_bytes": 120_000}),
         ("dp2.tp2", {}),
     ),
 )

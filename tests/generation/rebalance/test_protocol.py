@@ -96,7 +96,7 @@ def alone() -> dict[int, Completion]:
 @pytest.mark.parametrize(
     ("speculation", "max_slots", "max_cache_bytes", "world_size"),
     [
-        (None, 4, None, 2),
+        pytest.param(None, 4, None, 2, marks=pytest.mark.exhaustive),
         pytest.param(None, 16, None, 3, marks=pytest.mark.exhaustive),
         (Speculation(drafter="history", num_draft_tokens=3), 5, None, 2),
         pytest.param(BLOCKS, 8, None, 2, marks=pytest.mark.exhaustive),

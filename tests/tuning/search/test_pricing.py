@@ -48,7 +48,7 @@ def plan() -> ExecutionPlan:
     return plan_of({"actor.generate": "dp8", "critic.infer": "dp4@4-7", **HOMES})
 
 
-@pytest.mark.parametrize("budget", matrix([80 << 30, 4 << 30, 3 << 30], 80 << 30, 3 << 30))
+@pytest.mark.parametrize("budget", matrix([80 << 30, 4 << 30, 3 << 30], 3 << 30))
 def test_the_chosen_options_are_the_fastest_of_all_that_fit(budget: int) -> None:
     bench = pricer(budget)
     chosen = bench.price(bench.with_best_options(plan()))
