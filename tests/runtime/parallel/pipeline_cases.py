@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -87,8 +88,10 @@ def _packed(lengths: tuple[int, ...], generator: torch.Generator) -> PackedBatch
     return pack(Samples(torch.arange(len(lengths)), columns))
 
 
-def move_weights_between_layouts(family: str, pairs: list[tuple[str, str]]) -> list[str]:
-    """Reallocate a pipeline's weights to another layout and back; return the tensors that are not bitwise equal."""
+def move_weights_between_layouts(
+    family: str, pairs: list[tuple[str, str]], tp_plan: Mapping[str, str] | None = None
+) -> list[str]:
+    """Reallocate a tied model's weights to another layout and back; return the tensors that are not bitwise equal."""
     meshes, rank = MeshRegistry("cpu"), dist.get_rank()
     meshes.create([Layout.parse(text) for pair in pairs for text in pair])
     settings: dict[str, Any] = {
@@ -96,12 +99,13 @@ def move_weights_between_layouts(family: str, pairs: list[tuple[str, str]]) -> l
         "transport": "direct",
     }  # fmt: skip
     found = []
+    whole = Case(family, "pp2", {"tie_word_embeddings": True}, num_layers=4).build()
+    spec = describe_model(whole, tp_plan=tp_plan)
     for source_text, target_text in pairs:
-        case = Case(family, source_text, {"tie_word_embeddings": True}, num_layers=4)
-        whole, model = case.build(), case.build()
-        source, target = (ModelLayout(describe_model(whole), Layout.parse(text)) for text in (source_text, target_text))
+        model = copy.deepcopy(whole)
+        source, target = (ModelLayout(spec, Layout.parse(text)) for text in (source_text, target_text))
         if rank in source.layout:
-            parallelize(model, source, meshes)
+            parallelize(model, source, meshes, tp_plan=tp_plan)
         held = local_tensors(model) if rank in source.layout else {}
         there = Reallocation(source, held, target, **settings)
         there.run()

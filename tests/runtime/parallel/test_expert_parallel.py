@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -24,6 +25,18 @@ WHOLE_EXPERTS = {
     EXPERTS: "replicate", f"{EXPERTS}.gate_up_proj": "replicate", f"{EXPERTS}.down_proj": "replicate",
 }  # fmt: skip
 """Plan of a model whose tensor-parallel ranks each compute all experts."""
+
+LAYOUTS = {
+    "mixtral": (
+        "fsdp8.ep4", "dp8.ep4@7,5,3,1,6,4,2,0", "dp2.fsdp4.ep2", "pp2.fsdp4.ep4@1,0,3,2,5,4,7,6", "pp4.dp2.ep2",
+        "fsdp2.cp2.ep2@7,1,3,5", "dp2.fsdp2.tp2.ep4", "pp2.fsdp2.tp2.ep2", "fsdp4.cp2", "dp1@5",
+    ),
+    "qwen2": (
+        "fsdp8", "dp2.fsdp2.tp2@7,5,3,1,6,4,2,0", "pp2.fsdp2.cp2", "pp4.tp2@1,0,3,2,5,4,7,6", "dp2.cp2.tp2",
+        "fsdp3.tp2@1-6", "pp2.tp4", "pp3.dp2@6,2,4,1,3,5", "fsdp5@3-7", "dp1@5",
+    ),
+}  # fmt: skip
+"""Layouts of eight ranks along every axis, for a mixture of experts and for a dense model."""
 
 EAGER = {"experts_implementation": "eager"}
 
@@ -75,6 +88,15 @@ def test_experts_move_between_layouts_bit_for_bit(workers: WorkerPool) -> None:
         ("fsdp4", "dp2.fsdp2.ep2"),
     ]  # fmt: skip
     assert workers.run(move_weights_between_layouts, "mixtral", pairs) == [[]] * 4
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_a_tied_model_moves_between_all_pairs_of_layouts_bit_for_bit(workers: WorkerPool, family: str) -> None:
+    tp_plan = WHOLE_EXPERTS if family == "mixtral" else None
+    pairs = list(combinations(LAYOUTS[family], 2))  # there and back
+    found = workers.run(move_weights_between_layouts, family, pairs, tp_plan, world_size=8, deadline_s=240.0)
+    assert found == [[]] * 8
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3", "gpt_oss"])
