@@ -267,10 +267,10 @@ def test_roles_have_the_defaults_of_the_algorithm(capsys: pytest.CaptureFixture[
     assert "reward.train" in ask(capsys, "--reward", TINY, "--algorithm", "reward", *SMALL)
 
 
-EXPERTS = "layers=8,hidden=1024,intermediate=2816,heads=16,vocabulary=8000,experts=8,experts_per_token=2"
+WIDE = "layers=2,hidden=1024,intermediate=2048,heads=16,vocabulary=512000"
 WHOLE = (
     "--actor",
-    EXPERTS,
+    WIDE,
     "--reference",
     "none",
     "--batch",
@@ -280,7 +280,7 @@ WHOLE = (
     "--cluster",
     "cpu:2x8",
 )
-"""Experts of 2.2 GiB in float32, which every CPU rank merges before it keeps a sixteenth of them."""
+"""Embeddings of 2 GiB in float32, which every rank makes whole before it keeps its part of them."""
 
 
 def code_and_text(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:

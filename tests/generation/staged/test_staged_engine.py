@@ -10,7 +10,7 @@ import pytest
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation
 from tests.generation.staged.staged_ranks import LAYERS, answer_in_words, generate_staged
 from tests.matrices import matrix
-from tests.models import tiny_model
+from tests.models import EXPERT_FAMILIES, tiny_model
 from tests.workers import WorkerPool
 
 PROMPTS = [[5, 9, 17, 3], [8] * 11, [40], [7, 7, 90, 4, 4, 4], [101, 33], [61, 2, 5]]
@@ -39,4 +39,5 @@ def test_groups_that_take_turns_ask_their_environment_and_verify_drafts(workers:
 
 @pytest.mark.parametrize("family", matrix(["llama", "qwen3", "gemma2", "gpt_oss", "mixtral"], "llama"))
 def test_stages_generate_the_tokens_of_one_rank(workers: WorkerPool, family: str) -> None:
-    check_as_alone(workers, family, LAYOUTS, {"params": SAMPLED}, max_slots=5)
+    layouts = [text for text in LAYOUTS if "tp" not in text or family not in EXPERT_FAMILIES]
+    check_as_alone(workers, family, layouts, {"params": SAMPLED}, max_slots=5)
