@@ -29,6 +29,8 @@ UNCUT = (PARTIAL_GRADIENT, REPLICATE)
 STYLES = (*COLWISE, *ROWWISE, *EMBEDDING, PARTIAL_GRADIENT, REPLICATE)
 """Supported styles, by transformers' names."""
 
+_SINKS = "sinks"
+"""Name that transformers gives to the scores of attention sinks, one for each query head. They follow the heads."""
 _SYNONYMS = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 _ATTENTION_ATTRIBUTES = ("num_key_value_groups", "head_dim", "head_size")
 _PEFT_PREFIX, _PEFT_SUFFIX = "base_model.model.", ".base_layer"
@@ -81,7 +83,8 @@ def read_tp_plan(model: nn.Module, tp_plan: Mapping[str, str] | None = None) -> 
             'write module names with "*" for layer numbers, such as "model.layers.*.mlp.up_proj"'
         )
     # Transformers' own plans have entries for modules that only some variants of a model have.
-    patterns = {key: style for key, style in (getattr(model, "tp_plan", None) or {}).items() if key in known}
+    own = getattr(model, "tp_plan", None) or {}
+    patterns = {key: style for key, style in own.items() if key in known and not _is_of_sinks(key, style)}
     patterns.update(tp_plan or {})
     if quantized_layers(model):
         refusal = "its 4-bit weights are packed in blocks, which a cut would break"
@@ -106,6 +109,11 @@ def count_heads(model: nn.Module, plan: TensorParallelPlan) -> tuple[tuple[int, 
 def with_wildcards(name: str) -> str:
     """Replace the layer numbers in a dotted name by ``*``, as in the keys of a plan."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _is_of_sinks(key: str, style: str) -> bool:
+    """Return whether an entry of transformers' plan says how sinks are cut, or that an attention module has them."""
+    return key.endswith(f".{_SINKS}") or style == "local_params"
 
 
 def _known_names(model: nn.Module) -> set[str]:
@@ -183,8 +191,11 @@ def _plan_for(model: nn.Module, styles: dict[str, str]) -> TensorParallelPlan:
             cut = _cut(tuple(parameter.shape), style, heads, f"{name}.{parameter_name}")
             if cut is not None:
                 cuts[f"{name}.{parameter_name}"] = cut
+    for name, heads in attention.items():
+        if isinstance(getattr(model.get_submodule(name), _SINKS, None), nn.Parameter):
+            cuts[f"{name}.{_SINKS}"] = TensorParallelCut(0, num_units=heads.query, num_groups=heads.key_value)
     _check_tied_cuts(model, cuts)
-    _check_between_cuts(model, styles)
+    _check_between_cuts(model, styles, cuts)
     return TensorParallelPlan(styles, cuts, attention)
 
 
@@ -310,7 +321,7 @@ def _check_tied_cuts(model: nn.Module, cuts: Mapping[str, TensorParallelCut]) ->
             )
 
 
-def _check_between_cuts(model: nn.Module, styles: Mapping[str, str]) -> None:
+def _check_between_cuts(model: nn.Module, styles: Mapping[str, str], cuts: Mapping[str, TensorParallelCut]) -> None:
     """Raise LayoutError for parameters next to a column-cut layer that the plan does not name, or cannot divide.
 
     Parameters of a learned activation, for example, read only this rank's features. Their gradient would silently
@@ -326,7 +337,7 @@ def _check_between_cuts(model: nn.Module, styles: Mapping[str, str]) -> None:
         module = name.rpartition(".")[0]
         names = module.split(".")
         prefixes = {".".join(names[:length]) for length in range(1, len(names) + 1)}
-        if divided.isdisjoint(prefixes):
+        if divided.isdisjoint(prefixes) or name in cuts:
             continue
         if _has_row_per_head(model, module, parameter) and styles.get(module, REPLICATE) in UNCUT:
             raise LayoutError(

@@ -104,11 +104,13 @@ EVERYWHERE = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")
         Case("qwen3", "tp3@0-2", FOURTEEN),  # the first key-value head on one rank, the second on two; norms of heads
         Case("gpt_neox", "dp2.tp2@0-3", FIVE),
         Case("qwen2", "fsdp2.tp2@0-3", NINE, checkpointing=True),
+        Case("granite_swa", "fsdp2.tp2@0-3", NINE),  # attention sinks
         Case("qwen2", "tp4@0-3", FOURTEEN, lora_modules=EVERYWHERE),
     ],
     [
         Case("llama", "tp2@0-1", NINE),
         Case("qwen2", "tp4@0-3", FOURTEEN),  # tied, with biases
+        Case("granite_swa", "tp4@0-3", FOURTEEN),
         Case("qwen3", "tp4@0-3", {**SIX, **TIED}),
         Case("gpt_neox", "tp2@2-3", FIVE),
         Case("llama", "fsdp2.tp2@0-3", {**NINE, **TIED}),
