@@ -32,12 +32,14 @@ def _flash_forward(
     if query.dtype not in (torch.float16, torch.bfloat16):
         raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
     output, scale = torch.empty_like(query), options.get("scale")
+    sums = query.new_empty(query.shape[1], query.shape[0], dtype=torch.float)
     with _unwatched():
         for queries, keys, mask in _sequences(cum_seq_q, cum_seq_k, is_causal, options):
-            parts = map(_as_batch, (query[queries], key[keys], value[keys]))
+            parts = tuple(map(_as_batch, (query[queries], key[keys], value[keys])))
             output[queries] = _as_row(_attended(*parts, mask, scale)).to(output)
+            sums[:, queries] = _scores(*parts, mask, scale)[3][0].logsumexp(-1).to(sums)
     empty = query.new_empty(0)
-    return output, query.new_zeros(query.shape[1], query.shape[0], dtype=torch.float), empty, empty, empty
+    return output, sums, empty, empty, empty
 
 
 def _flash_backward(
@@ -48,7 +50,9 @@ def _flash_backward(
     with _unwatched():
         for queries, keys, mask in _sequences(cum_seq_q, cum_seq_k, is_causal, options):
             parts = map(_as_batch, (grad_out[queries], query[queries], key[keys], value[keys]))
-            for grad, rows, found in zip(grads, (queries, keys, keys), _gradients(*parts, mask, scale), strict=True):
+            saved = _as_batch(out[queries]), logsumexp[None, :, queries]
+            by_part = _gradients(*parts, mask, scale, saved)
+            for grad, rows, found in zip(grads, (queries, keys, keys), by_part, strict=True):
                 grad[rows] = _as_row(found).to(grad)
     return grads
 
@@ -116,26 +120,31 @@ def _causal(query: Tensor, key: Tensor) -> Tensor:
 
 def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """Return the output (B, H, T, D) on the host."""
-    _, _, v, shares, _ = _shares(query, key, value, mask, scale)
-    return shares @ v
+    _, _, v, scores, _ = _scores(query, key, value, mask, scale)
+    return scores.softmax(-1).nan_to_num(0.0) @ v
 
 
 def _gradients(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients by queries, keys and values on the host; heads that share keys add theirs."""
-    q, k, v, shares, factor = _shares(query, key, value, mask, scale)
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None,
+    saved: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients by queries, keys and values on the host; heads that share keys add theirs.
+
+    ``saved`` are output and log-sum-exp of the forward, from which flash kernels compute weights again.
+    """
+    q, k, v, scores, factor = _scores(query, key, value, mask, scale)
     grad, groups = grad_out.cpu().float(), query.shape[1] // key.shape[1]
-    grad_shares = grad @ v.mT
-    grad_scores = shares * (grad_shares - (grad_shares * shares).sum(-1, keepdim=True)) * factor
+    shares = scores.softmax(-1).nan_to_num(0.0) if saved is None else (scores - saved[1].cpu()[..., None]).exp()
+    output = shares @ v if saved is None else saved[0].cpu().float()
+    grad_scores = shares * (grad @ v.mT - (grad * output).sum(-1, keepdim=True)) * factor
     by_key, by_value = (part.unflatten(1, (-1, groups)).sum(2) for part in (grad_scores.mT @ q, shares.mT @ grad))
     return grad_scores @ k, by_key, by_value
 
 
-def _shares(
+def _scores(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
-    """Return queries, keys and values on the host in float32, with as many heads; the weights; and the scale."""
+    """Return queries, keys and values on the host in float32, with as many heads; the scores; and the scale."""
     q, k, v = (tensor.cpu().float() for tensor in (query, key, value))
     k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
     factor = q.shape[-1] ** -0.5 if scale is None else scale
@@ -143,7 +152,7 @@ def _shares(
     if mask is not None:
         own = mask.cpu()
         scores = scores.masked_fill(~own, -torch.inf) if own.dtype is torch.bool else scores + own
-    return q, k, v, scores.softmax(-1).nan_to_num(0.0), factor
+    return q, k, v, scores, factor
 
 
 @contextmanager

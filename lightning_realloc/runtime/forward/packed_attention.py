@@ -12,14 +12,13 @@ import inspect
 import itertools
 import logging
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -29,6 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.forward.routers import routing_arguments
+from lightning_realloc.runtime.forward.sinks import attend_with_sinks
 from lightning_realloc.runtime.forward.token_group import (
     TokenGroup,
     own_tokens,
@@ -53,7 +53,7 @@ ATTENTION = "realloc_packed"
 """Name under which the attention function is registered with transformers, and sdpa's masks with it."""
 ATTENTION_OF_PACKS = "realloc_segments"
 """Its name during the forward of a pack, for which there is no mask."""
-_UNSUPPORTED_OPTIONS = ("softcap", "s_aux", "position_bias", "cache")
+_UNSUPPORTED_OPTIONS = ("softcap", "position_bias", "cache")
 _UNKNOWN_WINDOW = -1
 _in_packed_forward: ContextVar[bool] = ContextVar("in_packed_forward", default=False)
 
@@ -221,8 +221,6 @@ def _refuse_unpackable(model: PreTrainedModel) -> None:
         reason = "it is an encoder-decoder"
     elif getattr(text, "attn_logit_softcapping", None) is not None:
         reason = f"its attention caps scores (attn_logit_softcapping={text.attn_logit_softcapping})"
-    elif any(hasattr(module, "sinks") for module in model.modules()):
-        reason = "its attention has sinks, which packed attention does not support"
     elif counts_positions_by_padding(model):
         reason = "it counts positions from the one after its padding token, and packs count from 0"
     if reason is not None:
@@ -255,19 +253,53 @@ def segment_attention(
     is_causal: bool | None = None,
     sliding_window: int | None = _UNKNOWN_WINDOW,
     packed_segments: Segments | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend inside each segment: query (1, H, N, D), key and value (1, H_kv, N, D) -> (1, N, H, D)."""
+    """Attend inside each segment: query (1, H, N, D), key and value (1, H_kv, N, D) -> (1, N, H, D).
+
+    ``s_aux`` are transformers' (H,) attention sinks.
+    """
     if packed_segments is None:
         if _in_packed_forward.get():
             raise ConfigError(
                 f"{type(module).__name__} got packed sequences without their segments, so they would see each other: "
                 f"its model does not pass keyword arguments on; use another model class"
             )
+        if s_aux is not None:  # which transformers' function would ignore
+            if is_causal is None:
+                is_causal = attention_mask is None and query.shape[2] > 1 and getattr(module, "is_causal", True)
+            attended = attend_with_sinks(
+                query, key, value, attention_mask, s_aux, dropout=dropout, is_causal=is_causal, scaling=scaling
+            )
+            return attended.transpose(1, 2).contiguous(), None
         window = None if sliding_window == _UNKNOWN_WINDOW else sliding_window
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, sliding_window=window, **options
         )
+    _refuse_other_scores(module, attention_mask, options)
+    if sliding_window == _UNKNOWN_WINDOW:
+        _refuse_masked_window(module, packed_segments)
+        sliding_window = None
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if any(packed_segments.shared) and not is_causal:
+        raise ConfigError(
+            f"{type(module).__name__} attends to later tokens, so its prompt states depend on the response and "
+            f"responses cannot share them; set share_prompts=False on the algorithm"
+        )
+    settings = _Attention(is_causal, scaling, dropout, sliding_window, s_aux)
+    tokens = packed_segments.tokens
+    if tokens is None:
+        return _attend(query, key, value, packed_segments, settings), None
+    size, heads = sum(packed_segments.lengths), query.shape[1]
+    query, key, value = (whole_rows(states, tokens, size, num_queries=heads) for states in (query, key, value))
+    if s_aux is not None:
+        settings = replace(settings, sinks=s_aux.chunk(tokens.size)[tokens.index])
+    return own_tokens(_attend(query, key, value, packed_segments, settings), tokens), None
+
+
+def _refuse_other_scores(module: nn.Module, attention_mask: Tensor | None, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a layer whose scores are more than the products of queries and keys."""
     unsupported = [name for name in _UNSUPPORTED_OPTIONS if options.get(name) is not None]
     if unsupported:
         raise ConfigError(
@@ -279,22 +311,6 @@ def segment_attention(
             f"{type(module).__name__} attends with a mask of its own, which packed attention would ignore; use a "
             f"model that leaves masks to transformers"
         )
-    if sliding_window == _UNKNOWN_WINDOW:
-        _refuse_masked_window(module, packed_segments)
-        sliding_window = None
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if any(packed_segments.shared) and not is_causal:
-        raise ConfigError(
-            f"{type(module).__name__} attends to later tokens, so its prompt states depend on the response and "
-            f"responses cannot share them; set share_prompts=False on the algorithm"
-        )
-    settings = _Attention(is_causal, scaling, dropout, sliding_window)
-    tokens = packed_segments.tokens
-    if tokens is None:
-        return _attend(query, key, value, packed_segments, settings), None
-    size, heads = sum(packed_segments.lengths), query.shape[1]
-    query, key, value = (whole_rows(states, tokens, size, num_queries=heads) for states in (query, key, value))
-    return own_tokens(_attend(query, key, value, packed_segments, settings), tokens), None
 
 
 def _refuse_masked_window(module: nn.Module, segments: Segments) -> None:
@@ -315,6 +331,7 @@ class _Attention:
     scaling: float | None
     dropout: float
     sliding_window: int | None
+    sinks: Tensor | None
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, settings: _Attention) -> Tensor:
@@ -323,8 +340,9 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, setti
     if not is_plain or not can_attend_varlen(query, value):
         return _attend_by_segment(query, key, value, segments, settings)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    longest, window = max(segments.lengths), settings.sliding_window
-    return attend_varlen(q, k, v, segments.cu_seqlens, longest, scaling=settings.scaling, window=window)[None]
+    longest, scaling, window = max(segments.lengths), settings.scaling, settings.sliding_window
+    ends, sinks = segments.cu_seqlens, settings.sinks
+    return attend_varlen(q, k, v, ends, longest, scaling=scaling, window=window, sinks=sinks)[None]
 
 
 def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, settings: _Attention) -> Tensor:
@@ -344,9 +362,9 @@ def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segm
         else:
             owner = k[-1:], v[-1:]
         mask = _mask(q, k.shape[2], segments, settings)
-        is_causal, has_groups = settings.is_causal and mask is None, q.shape[1] != k.shape[1]
-        attended = F.scaled_dot_product_attention(
-            q, k, v, mask, settings.dropout, is_causal, scale=settings.scaling, enable_gqa=has_groups
+        is_causal = settings.is_causal and mask is None
+        attended = attend_with_sinks(
+            q, k, v, mask, settings.sinks, dropout=settings.dropout, is_causal=is_causal, scaling=settings.scaling
         )
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).unsqueeze(0)

@@ -9,6 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from lightning_realloc.runtime.forward.sinks import AttendWithSinks
+
 _MAX_HEAD_DIM = 256
 
 
@@ -27,6 +29,7 @@ def attend_varlen(
     *,
     scaling: float | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the (N, H, D) output of causal attention inside each sequence.
 
@@ -38,6 +41,7 @@ def attend_varlen(
         longest: Tokens of the longest sequence.
         scaling: Factor of the products. None means one over the square root of D.
         window: Number of last tokens that each token sees, including itself. None means all.
+        sinks: (H,) scores that join the softmax's denominator, without a value. None means none.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -49,7 +53,11 @@ def attend_varlen(
             options["enable_gqa"] = True
         else:  # torch 2.11
             k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
-    options["window_size"] = (-1 if window is None else window - 1, 0)
+    seen = -1 if window is None else window - 1
+    if sinks is not None:
+        scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
+        return cast(Tensor, AttendWithSinks.apply(q, k, v, sinks, cu_seqlens, longest, scaling, seen))
+    options["window_size"] = (seen, 0)
     output = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scaling, **options)
     return cast(Tensor, output)
 

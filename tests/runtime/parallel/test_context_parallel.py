@@ -99,11 +99,14 @@ WINDOW = {"sliding_window": 4, "attn_logit_softcapping": None}
     [
         Case("llama", "cp4"),
         Case("qwen3", "fsdp2.cp2", checkpointing=True),
-        Case("gemma2", "cp2.tp2@1,0,3,2", overrides=WINDOW),
+        Case("granite_swa", "cp2.tp2@1,0,3,2"),  # attention sinks, and a sliding window
         Case("mixtral", "dp2.cp2@3,1,2,0"),
         Case("gemma", "cp2@1,2", num_labels=1),
     ],
     [
+        Case("gemma2", "cp2.tp2@1,0,3,2", overrides=WINDOW),
+        Case("gpt_oss", "fsdp2.cp2", checkpointing=True),
+        Case("gpt_oss", "cp4"),
         Case("mistral", "cp2.tp2", overrides={"sliding_window": 4}),
         Case("llama", "cp2.tp2", overrides={"num_attention_heads": 8, "num_key_value_heads": 2}),
         Case("llama", "dp2.cp2", overrides={"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}),

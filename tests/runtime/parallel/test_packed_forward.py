@@ -31,6 +31,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2",
         {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]},
     ),
+    "gpt_oss, sinks and one sliding layer": ("gpt_oss", {"sliding_window": 4}),
+    "granite_swa, sinks and one sliding layer": ("granite_swa", {}),
 }
 PROMPT_LENGTHS, RESPONSE_LENGTHS = (3, 1, 5, 2), (4, 2, 6, 1)
 
@@ -152,14 +154,18 @@ def test_recomputed_activations_give_the_same_gradients() -> None:
 
 
 def test_forward_passes_that_are_not_packed_work_as_before() -> None:
-    model = tiny_model("mistral", sliding_window=4)
-    ids, mask = torch.randint(3, 128, (2, 9)), torch.ones(2, 9, dtype=torch.int64)
-    mask[1, :4] = 0
-    before = model(input_ids=ids, attention_mask=mask).logits
-    install_packed_attention(model)
-    assert model.config._attn_implementation == ATTENTION
-    after = model(input_ids=ids, attention_mask=mask).logits
-    torch.testing.assert_close(before[mask.bool()], after[mask.bool()], atol=1e-5, rtol=1e-5)
+    for family in ("mistral", "gpt_oss"):
+        model = tiny_model(family, sliding_window=4)
+        ids, mask = torch.randint(3, 128, (2, 9)), torch.ones(2, 9, dtype=torch.int64)
+        mask[1, :4] = 0
+        before = model(input_ids=ids, attention_mask=mask).logits
+        install_packed_attention(model)
+        assert model.config._attn_implementation == ATTENTION
+        after = model(input_ids=ids, attention_mask=mask).logits
+        torch.testing.assert_close(before[mask.bool()], after[mask.bool()], atol=1e-5, rtol=1e-5)
+        read = model(input_ids=ids[:, :8], attention_mask=mask[:, :8], use_cache=True)
+        last = model(input_ids=ids[:, 8:], attention_mask=mask, past_key_values=read.past_key_values).logits
+        torch.testing.assert_close(last, before[:, 8:], atol=1e-5, rtol=1e-5)
 
 
 def test_a_pack_without_predicted_tokens_still_reaches_every_parameter() -> None:
@@ -279,7 +285,9 @@ def test_a_head_is_refused_if_it_scores_rows_and_accepted_if_it_scores_tokens() 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral, sliding window"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", "mistral, sliding window", "granite_swa, sinks and one sliding layer"]
+)
 def test_the_cuda_kernel_agrees_with_single_sequences(name: str) -> None:
     family, overrides = MODELS[name]
     packed = _packed().to("cuda")

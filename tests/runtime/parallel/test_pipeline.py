@@ -45,7 +45,7 @@ def test_two_stages_of_every_family_equal_one_process(workers: WorkerPool) -> No
         Case("gpt_neox", "pp2.fsdp2@3,1,2,0", num_layers=3),
         Case("gemma", "pp2.tp2", TIED),
         Case("phi3", "pp2.dp2"),
-        Case("mistral", "pp2.cp2@1,0,2,3"),
+        Case("granite_swa", "pp2.cp2@1,0,2,3"),
     ],
     [
         Case("llama", "pp4", num_layers=5),
@@ -54,6 +54,9 @@ def test_two_stages_of_every_family_equal_one_process(workers: WorkerPool) -> No
         Case("qwen3", "pp2.tp2"),
         Case("mixtral", "pp2.fsdp2.ep2", num_layers=3, checkpointing=True),
         Case("mixtral", "pp2.dp2.ep2@3,1,2,0"),
+        Case("mistral", "pp2.cp2@1,0,2,3"),
+        Case("granite_swa", "pp2.tp2"),
+        Case("gpt_oss", "pp2.fsdp2.ep2", num_layers=3, checkpointing=True),
         *(Case(family, f"pp2.{axis}2", TIED) for family in ("llama", "qwen2") for axis in ("dp", "fsdp", "tp")),
         Case("gpt2", "pp3.fsdp1@2,0,3", TIED, num_layers=3),
     ],

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch.optim import SGD
 from transformers import PreTrainedModel
 
 from lightning_realloc import GenerationOptions, TrainOptions
+from tests.matrices import matrix
 from tests.models import tiny_model
 from tests.strategies import runs
 from tests.strategies.runs import Batches, Outcome, calls
@@ -35,13 +37,13 @@ def undecided(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _train(plans: Sequence[Any]) -> list[Outcome]:
+def _train(plans: Sequence[Any], family: str) -> list[Outcome]:
     """Train fresh mixtures under each plan on all ranks of this run, with the experts of generation."""
     world_size, found = runs.world_size(), []
     for plan in plans:
         module = runs.grpo(
-            actor=tiny_model("qwen3_moe"),
-            reference=tiny_model("qwen3_moe", seed=1),
+            actor=tiny_model(family),
+            reference=tiny_model(family, seed=1),
             optimizer=partial(SGD, lr=0.5),
             generation=GenerationOptions(router_replay=True),
         )
@@ -62,12 +64,13 @@ def _engine_differences() -> list[list[float]]:
     return found
 
 
-def test_every_layout_gives_the_results_and_loads_of_one_rank(workers: WorkerPool) -> None:
-    ((alone,),) = workers.run(_train, ["heuristic"], world_size=1, init_process_group=False)
+@pytest.mark.parametrize("family", matrix(["qwen3_moe", "gpt_oss"], "gpt_oss"))
+def test_every_layout_gives_the_results_and_loads_of_one_rank(workers: WorkerPool, family: str) -> None:
+    ((alone,),) = workers.run(_train, ["heuristic"], family, world_size=1, init_process_group=False)
     names = [f"{name}/actor.generate" for name in ("expert_load", "unused_experts", "expert_entropy")]
     names += ["actor/expert_load", "actor/unused_experts", "actor/expert_entropy"]
     assert all(name in logged for name in names for logged in alone.logged)
-    everyone = workers.run(_train, PLANS, init_process_group=False, deadline_s=150.0)
+    everyone = workers.run(_train, PLANS, family, init_process_group=False, deadline_s=150.0)
     for outcomes in zip(*everyone, strict=True):
         runs.check_equal_to_one_rank(outcomes, alone)
 
