@@ -17,12 +17,11 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
 from benchmarks.harness import BenchmarkReport, make_parser
-from benchmarks.ranks import answers_of_ranks, max_over_ranks, turns_within
+from benchmarks.ranks import answer_of_first_rank, max_over_ranks, turns_within
 
 LAYOUTS = ("fsdp4", "fsdp4.ep2", "fsdp4.ep4")
 WORLD_SIZE = 4
@@ -220,13 +219,6 @@ def fill(report: BenchmarkReport, steps: Mapping[str, Step]) -> None:
             report.require_at_most(f"{layout}: peak over gathered", step.peak_bytes / gathered.peak_bytes, 1.0)
 
 
-def work_on(rank: int, work: Workload, answers: Connection) -> None:
-    """Run all steps on this rank; rank 0 sends the results."""
-    steps = run_steps(work)
-    if rank == 0:
-        answers.send(steps)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run all steps and report."""
     parser = make_parser(__doc__ or "")
@@ -234,7 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
     options: argparse.Namespace = parser.parse_args(arguments)
     work = TINY if options.tiny else Workload()
     report = BenchmarkReport("experts", settings={"world_size": WORLD_SIZE} | asdict(work))
-    (steps,) = answers_of_ranks(work_on, work, world_size=WORLD_SIZE)
+    steps = answer_of_first_rank(run_steps, work, world_size=WORLD_SIZE)
     fill(report, steps)
     return report.finish(options)
 

@@ -13,11 +13,10 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.harness import BenchmarkReport, make_parser
-from benchmarks.ranks import answers_of_ranks, max_over_ranks
+from benchmarks.ranks import answer_of_first_rank, max_over_ranks
 
 DEGREES = (1, 2, 4)
 WORLD_SIZE = DEGREES[-1]
@@ -151,13 +150,6 @@ def fill(report: BenchmarkReport, passes: Mapping[Key, Pass]) -> None:
             report.require_at_most(f"{name}: loss apart", abs(one.loss - alone.loss) / alone.loss, TOLERANCE)
 
 
-def work_on(rank: int, work: Workload, answers: Connection) -> None:
-    """Run all passes on this rank; rank 0 sends the results."""
-    passes = run_passes(work)
-    if rank == 0:
-        answers.send(passes)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run all passes and report."""
     parser = make_parser(__doc__ or "")
@@ -165,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
     options: argparse.Namespace = parser.parse_args(arguments)
     work = TINY if options.tiny else Workload()
     report = BenchmarkReport("long", settings={"world_size": WORLD_SIZE} | asdict(work))
-    (passes,) = answers_of_ranks(work_on, work, world_size=WORLD_SIZE)
+    passes = answer_of_first_rank(run_passes, work, world_size=WORLD_SIZE)
     fill(report, passes)
     return report.finish(options)
 

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from benchmarks.harness import be_quiet
 
+Work = TypeVar("Work")
+Answer = TypeVar("Answer")
 LEAVE_S = 60.0
 """Seconds that ranks have to exit after they closed their pipes."""
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TOKENIZERS_PARALLELISM": "false"}
@@ -59,6 +61,15 @@ def answers_of_ranks(
         raise RuntimeError(f"ranks {failed} of {world_size} ended with an error, which is printed above")
 
 
+def answer_of_first_rank(run: Callable[[Work], Answer], work: Work, *, world_size: int) -> Answer:
+    """Return what ``run(work)`` returns on rank 0; all ranks of a gloo group run it.
+
+    Raises RuntimeError as `answers_of_ranks` does.
+    """
+    (answer,) = answers_of_ranks(_answer_once, run, work, world_size=world_size)
+    return cast(Answer, answer)
+
+
 def turns_within(num_turns: int, limit_s: float) -> Iterator[int]:
     """Yield the numbers of turns, until the next turn would exceed the limit on any rank. Collective.
 
@@ -88,6 +99,12 @@ def gather_from_ranks(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def _answer_once(rank: int, run: Callable[[Work], Answer], work: Work, answers: Connection) -> None:
+    answer = run(work)
+    if rank == 0:
+        answers.send(answer)
 
 
 def _answers(receiving: Connection, ranks: Sequence[BaseProcess]) -> Iterator[Any]:

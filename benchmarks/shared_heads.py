@@ -20,7 +20,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any
 
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import BenchmarkReport, interleave, make_parser, paired_ratio
-from benchmarks.ranks import answers_of_ranks, max_over_ranks
+from benchmarks.ranks import answer_of_first_rank, max_over_ranks
 
 WORLD_SIZE = 2
 ARMS = ("shares", "joined")
@@ -176,13 +175,6 @@ def fill(report: BenchmarkReport, turns: Mapping[tuple[str, str], Turn]) -> None
         report.require_at_most(f"{call}: log-probabilities apart", apart, TOLERANCE)
 
 
-def work_on(rank: int, work: Workload, answers: Connection) -> None:
-    """Run all calls on this rank; rank 0 sends the results."""
-    turns = run_calls(work)
-    if rank == 0:
-        answers.send(turns)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run both arms and report."""
     parser = make_parser(__doc__ or "")
@@ -190,7 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
     options: argparse.Namespace = parser.parse_args(arguments)
     work = TINY if options.tiny else Workload()
     report = BenchmarkReport("shared_heads", settings={"world_size": WORLD_SIZE} | asdict(work))
-    (turns,) = answers_of_ranks(work_on, work, world_size=WORLD_SIZE)
+    turns = answer_of_first_rank(run_calls, work, world_size=WORLD_SIZE)
     fill(report, turns)
     return report.finish(options)
 

@@ -17,11 +17,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import wraps
 from importlib import import_module
-from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.harness import BenchmarkReport, make_parser
-from benchmarks.ranks import answers_of_ranks
+from benchmarks.ranks import answer_of_first_rank
 
 PACKAGE = "lightning_realloc"
 WATCHED: Mapping[str, tuple[str, ...]] = {
@@ -110,16 +109,15 @@ class Clock:
         return run
 
 
-def work_on(rank: int, work: Workload, answers: Connection) -> None:
-    """Train on this rank; rank 0 sends the seconds of the parts, and of all iterations."""
+def measure(work: Workload) -> tuple[dict[str, float], float, float]:
+    """Train on this rank; return the seconds of the parts, and processor and wall seconds of all iterations."""
     clock = Clock(defaultdict(float))
     for part, places in (WATCHED | CHECKS).items():
         for place in places:
             clock.watch(part, place)
     meter = watch_iterations(clock)
     train(work, [meter])
-    if rank == 0:
-        answers.send((dict(clock.seconds), meter.cpu_s, meter.wall_s))
+    return dict(clock.seconds), meter.cpu_s, meter.wall_s
 
 
 def train(work: Workload, callbacks: list[Any]) -> None:
@@ -166,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     work = Workload(iterations=options.iterations)
     report = BenchmarkReport("watching", settings=asdict(work))
-    ((seconds, cpu_s, wall_s),) = answers_of_ranks(work_on, work, world_size=2)
+    seconds, cpu_s, wall_s = answer_of_first_rank(measure, work, world_size=2)
     for part in WATCHED | CHECKS:
         spent = seconds[part]  # every part must have run
         report.add_row(part=part, ms_per_iteration=1e3 * spent / work.iterations, share=spent / cpu_s)
