@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import wraps
+from functools import reduce, wraps
 from importlib import import_module
 from typing import Any
 
@@ -25,7 +25,7 @@ from benchmarks.ranks import answer_of_first_rank
 PACKAGE = "lightning_realloc"
 WATCHED: Mapping[str, tuple[str, ...]] = {
     "watchdog": (
-        "runtime.messages.watchdog:Watchdog._is_late",
+        "runtime.messages.watchdog:Watchdog._late_activity",
         "runtime.messages.watchdog:Watchdog._reach_store",
         "runtime.messages.watchdog:Watchdog._answer",
     ),
@@ -62,6 +62,13 @@ class Workload:
     iterations: int = 40
 
 
+def owner_of(place: str) -> tuple[Any, str]:
+    """Return the class or module of a function that is given as module:name, and the function's name there."""
+    module, _, path = place.partition(":")
+    *outer, name = path.split(".")
+    return reduce(getattr, outer, import_module(f"{PACKAGE}.{module}")), name
+
+
 @dataclass(slots=True)
 class Clock:
     """Sums the processor time of functions, in all threads."""
@@ -70,11 +77,7 @@ class Clock:
 
     def watch(self, part: str, place: str) -> None:
         """Replace a function, given as module:name, by one that is timed."""
-        module, _, path = place.partition(":")
-        *outer, name = path.split(".")
-        owner: Any = import_module(f"{PACKAGE}.{module}")
-        for each in outer:
-            owner = getattr(owner, each)
+        owner, name = owner_of(place)
         timed = self._context if name == "during" else self._timed
         setattr(owner, name, timed(part, getattr(owner, name)))
 
