@@ -23,10 +23,10 @@ def chat_parser() -> CommandParser:
     """Return the parser of ``lightning-realloc chat``."""
     parser = CommandParser("chat")
     add = parser.add_argument
-    add("folder", metavar="FOLDER", help="Folder of a model, of adapters or of a run, or a Hugging Face name.")
+    add("folder", nargs="?", help="Folder of a model, of adapters or of a run, or a Hugging Face name.", metavar="FOLDER")
     add("--system", metavar="TEXT", help="System message at the beginning of the conversation.")
     add("--prompt", metavar="TEXT", help="One question; without it, standard input is read.")
-    tools = f"Tools that the model may call, one or several, after FOLDER: {TOOL_FORMS}."
+    tools = f"Tools that the model may call, one or several: {TOOL_FORMS}."
     add("--tools", nargs="+", action="extend", default=[], metavar="TOOLS", help=tools)
     turns = "Most turns of the model in an answer with tools. Default: 8."
     add("--max-turns", type=int, metavar="N", help=turns)
@@ -48,7 +48,7 @@ def run_chat(arguments: Sequence[str], write: Callable[[str], object], stdin: Te
     Raises:
         ReallocError: for a wrong command line, a model that cannot be loaded, and a question that cannot be answered.
     """
-    flags = chat_parser().parse(arguments)
+    flags = _parse(arguments)
     stdin = stdin or sys.stdin
     if flags.prompt is None and stdin.isatty():
         session = _session(flags, write)
@@ -61,6 +61,16 @@ def run_chat(arguments: Sequence[str], write: Callable[[str], object], stdin: Te
         raise ConfigError("the question is empty; give --prompt TEXT, or text on standard input")
     _session(flags, write).ask(question)
     return 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = chat_parser()
+    flags = parser.parse(arguments)
+    if flags.folder is None and len(flags.tools) > 1:  # --tools comes first, and has taken the folder, too
+        flags.folder = flags.tools.pop()
+    if flags.folder is None:
+        parser.error("FOLDER is missing: give the folder or the name of a model")
+    return flags
 
 
 def _session(flags: argparse.Namespace, write: Callable[[str], object]) -> ChatSession:

@@ -181,9 +181,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _chat(folder: Path, *flags: str) -> str:
+def _chat(*arguments: str | Path) -> str:
     output = io.StringIO()
-    run_chat([str(folder), "--device", "cpu", "--max-new-tokens", "5", *flags], output.write, io.StringIO(""))
+    always = ["--device", "cpu", "--max-new-tokens", "5"]
+    run_chat([*map(str, arguments), *always], output.write, io.StringIO(""))
     return output.getvalue()
 
 
@@ -192,6 +193,13 @@ def test_the_command_carries_out_what_the_model_calls(folder: Path) -> None:
     one = rf"{re.escape(WRITTEN)}\n\[add answers after \d\.\d\d s\]\n  5\n"
     last = rf"{re.escape(WRITTEN)}\n\(calls are left out: this was turn 3; raise --max-turns\)\n"
     assert re.fullmatch(one + one + last, _chat(folder / "model", *tools, "--prompt", "2+3?"))
+
+
+def test_the_folder_may_follow_the_tools(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="the chat template leaves out python"):  # read from the folder
+        _chat("--prompt", "2+3?", "--tools", "python", folder / "no_tools")
+    with pytest.raises(ConfigError, match="FOLDER is missing"):
+        _chat("--prompt", "2+3?", "--tools", "python")
 
 
 @pytest.mark.parametrize(

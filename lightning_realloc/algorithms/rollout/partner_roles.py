@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeAlias
 
 from torch import nn
@@ -80,6 +82,7 @@ class PartnerRoles:
                     f"partners={{{name!r}: {source!r}}} names a model that scores and says nothing; give 'actor', "
                     f"'reference' or a language model"
                 )
+            _refuse_misspelt(name, source)
             role = self.by_name[name] = str(source) if source in _ROLES else _PREFIX + name
             if isinstance(source, ActorAverage):
                 self.averages[role] = source
@@ -171,3 +174,13 @@ def with_partners(calls: Sequence[ModelFunctionCall], roles: Sequence[str]) -> t
     """Return calls, of which those that generate let environments talk to models of these roles."""
     asked = tuple(dict.fromkeys(roles))
     return tuple(replace(call, partners=asked) if call.kind == "generate" else call for call in calls)
+
+
+def _refuse_misspelt(name: str, source: object) -> None:
+    """Raise ConfigError for a name that is nearly a role's, and no folder."""
+    if isinstance(source, str) and source not in _ROLES and not Path(source).exists():
+        for role in difflib.get_close_matches(source, _ROLES, n=1, cutoff=0.75):
+            raise ConfigError(
+                f"partners={{{name!r}: {source!r}}} is no role; did you mean {role!r}? A model on the hub has an owner: "
+                f"'owner/{source}'"
+            )
