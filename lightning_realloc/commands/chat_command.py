@@ -23,7 +23,8 @@ def chat_parser() -> CommandParser:
     """Return the parser of ``lightning-realloc chat``."""
     parser = CommandParser("chat")
     add = parser.add_argument
-    add("folder", nargs="?", help="Folder of a model, of adapters or of a run, or a Hugging Face name.", metavar="FOLDER")
+    folder = "Folder of a model, of adapters or of a run, or a Hugging Face name."
+    add("folder", nargs="?", metavar="FOLDER", help=folder)
     add("--system", metavar="TEXT", help="System message at the beginning of the conversation.")
     add("--prompt", metavar="TEXT", help="One question; without it, standard input is read.")
     tools = f"Tools that the model may call, one or several: {TOOL_FORMS}."

@@ -23,6 +23,8 @@ else:
 
 _MARKS = ("load_in_4bit", "load_in_8bit", "quant_method")
 """Keys that only a mapping has that is a configuration itself, and not role -> configuration."""
+_UNPACKING = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
+"""Quantization of published weights (DeepSeek-V3, gpt-oss) -> transformers' class that unpacks them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +99,7 @@ def read_quantization(
             f"{role} is quantized ({method}): weights that are packed into integers can neither be cut over ranks nor "
             f"cast, and only 4-bit ones of bitsandbytes can stay as they are under adapters; give a base in bfloat16 "
             f"or float32, with quantization_config=BitsAndBytesConfig(load_in_4bit=True) if it shall take less memory"
+            f"{_how_to_unpack(str(method))}"
         )
     if find_spec("bitsandbytes") is None:
         raise ConfigError(
@@ -107,6 +110,16 @@ def read_quantization(
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"{role}: quantization_config is refused by transformers: {error}; correct it") from error
     return quantization
+
+
+def _how_to_unpack(method: str) -> str:
+    """Return the end of the message for weights that transformers can write unpacked; empty for others."""
+    if method not in _UNPACKING:
+        return ""
+    return (
+        f". Unpack it once: AutoModelForCausalLM.from_pretrained(name, dtype='bfloat16', quantization_config="
+        f"{_UNPACKING[method]}(dequantize=True)).save_pretrained(folder, save_original_format=False)"
+    )
 
 
 def check_quantized(

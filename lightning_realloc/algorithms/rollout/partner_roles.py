@@ -181,6 +181,6 @@ def _refuse_misspelt(name: str, source: object) -> None:
     if isinstance(source, str) and source not in _ROLES and not Path(source).exists():
         for role in difflib.get_close_matches(source, _ROLES, n=1, cutoff=0.75):
             raise ConfigError(
-                f"partners={{{name!r}: {source!r}}} is no role; did you mean {role!r}? A model on the hub has an owner: "
-                f"'owner/{source}'"
+                f"partners={{{name!r}: {source!r}}} is no role; did you mean {role!r}? A model of the hub has an "
+                f"owner: 'owner/{source}'"
             )

@@ -207,7 +207,7 @@ def test_layouts_in_which_ranks_cannot_answer_are_refused_by_name(workers: Worke
         ({"partners": {}}, "must name models"),
         ({"partners": {"the other": "actor"}}, "needs a name of letters"),
         ({"partners": {"other": 3}}, "is a int; give a model: .* or 'actor' for self-play"),
-        ({"partners": {"other": "actr"}}, "is no role; did you mean 'actor'\\? A model on the hub has an owner"),
+        ({"partners": {"other": "actr"}}, "is no role; did you mean 'actor'\\? A model of the hub has an owner"),
         ({"partners": {"other": "critic"}}, "scores and says nothing; give 'actor', 'reference' or a language model"),
         ({"engine": "vllm"}, "needs an engine that lets environments talk to models"),
         ({"partners": {"other": "reference"}}, "a role that the algorithm does not have; .* kl_coef above 0"),
