@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from lightning_realloc.batch.samples import EXPERTS, Ragged, Samples
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.base_engine import Engine, EngineCall
-from lightning_realloc.generation.cache.kv_cache import SlotCache
 from lightning_realloc.generation.cache.paged_cache import PagedCache
 from lightning_realloc.generation.core.capabilities import CAPABILITIES
 from lightning_realloc.generation.core.model_config import check_loaded, check_supported, vocabulary_of
 from lightning_realloc.generation.core.params import SamplingParams, check_counts, check_kind
+from lightning_realloc.generation.core.plain_decoding import Decoding
 from lightning_realloc.generation.core.sample import Completion, Sample, Tokenizer
-from lightning_realloc.generation.core.step import ForwardStep, StepExecutor
 from lightning_realloc.generation.engine_parts import (
     CudaGraphs,
+    build_cache,
     build_conversations,
     build_decoding,
     build_graphs,
@@ -159,7 +159,7 @@ class GenerationEngine(Engine):
         self._lockstep = lockstep
         self._poll_weights = poll_weights
         self._wall_clock = wall_clock
-        self._cache = SlotCache() if max_cache_bytes is None else PagedCache(int(max_cache_bytes))
+        self._cache = build_cache(max_cache_bytes)
         graphs = cuda_graphs if lockstep is None else False
         self._records = ExpertRecords.of_model(model)
         self._graphs = build_graphs(
@@ -255,7 +255,7 @@ class GenerationEngine(Engine):
             graphs=self._graphs,
             records=self._records,
         )
-        scheduler = self._scheduler(waiting, samples, executor, num_slots, num_kept)
+        scheduler = self._scheduler(waiting, samples, executor, self._decoding, num_slots=num_slots, num_kept=num_kept)
         return GenerationRun(
             executor,
             scheduler,
@@ -306,27 +306,26 @@ class GenerationEngine(Engine):
         self,
         waiting: Sequence[Prompt],
         samples: Sequence[Sample],
-        executor: StepExecutor,
+        executor: ModelRunner,
+        decoding: Decoding,
+        *,
         num_slots: int,
         num_kept: int,
     ) -> Scheduler:
-        cache, most = self._cache, self._max_prefill_tokens
-        if isinstance(cache, SlotCache):
-            self._decoding.follower.share_cache(cache)
+        cache, most = executor.cache, self._max_prefill_tokens
+        if not isinstance(cache, PagedCache):
+            decoding.follower.share_cache(cache)
             return Scheduler(waiting, num_slots=num_slots, num_kept=num_kept, max_prefill_tokens=most)
         cache.forget_shapes()
+        decoding.follower.share_cache(cache)
         if self._lockstep is not None:
-            self._lockstep(True)  # all ranks run this forward, too, unless one of them has failed
+            self._lockstep(True)  # all ranks run the dummy forward, too, unless one of them has failed
+        lengths, may_grow = [sample.max_length for sample in samples], self._rebalancer is not None
         with slot_attention(self._model):
-            executor.submit(ForwardStep())  # one token, which shows the layers' shapes
-            executor.collect()
-        self._decoding.follower.share_cache(cache)
-        lengths, group = [sample.max_length for sample in samples], tensor_parallel_group(self._model)
-        may_grow = self._rebalancer is not None
-        tables = cache.lay_out(lengths, num_slots=num_slots + num_kept, may_grow=may_grow, tp_group=group)
+            tables = executor.lay_out_pages(lengths, num_slots=num_slots + num_kept, may_grow=may_grow)
         return PagedScheduler(
             waiting, samples=samples, tables=tables, num_slots=num_slots, num_kept=num_kept,
-            num_ahead=self._decoding.max_ahead, max_prefill_tokens=most,
+            num_ahead=decoding.max_ahead, max_prefill_tokens=most,
         )  # fmt: skip
 
     def _budget(self, call: EngineCall, ended: Callable[[], Sequence[Sample]]) -> Budget:

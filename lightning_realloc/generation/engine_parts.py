@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.cache.kv_cache import CapturableCache, KVCache, SlotCache
+from lightning_realloc.generation.cache.paged_cache import PagedCache
 from lightning_realloc.generation.core.model_config import vocabulary_of
 from lightning_realloc.generation.core.plain_decoding import Decoding
 from lightning_realloc.generation.forward.batch_invariant import TileGraphs
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
 
 CudaGraphs = bool | Literal["collective"]
 """Steps that are captured: False, none; True, those of one rank; ``"collective"``, those of tensor parallelism, too."""
+
+
+def build_cache(max_bytes: int | None, *, num_caches: int = 1) -> SlotCache | PagedCache:
+    """Return one of the caches that share a bound on bytes; None: each slot has room for the longest sequence."""
+    return SlotCache() if max_bytes is None else PagedCache(int(max_bytes), num_caches=num_caches)
 
 
 def num_kept_slots(cache: KVCache, num_slots: int, num_samples: int) -> int:

@@ -105,7 +105,6 @@ def option_without_stages(algorithm: RunnableAlgorithm) -> str | None:
     asked = {
         f"engine={algorithm.engine!r}": "stages" not in CAPABILITIES[algorithm.engine],
         "batch_invariant=True": options.batch_invariant,
-        f"max_cache_bytes={options.max_cache_bytes}": options.max_cache_bytes is not None,
         f"sample_reallocation={options.sample_reallocation!r}": bool(options.sample_reallocation),
         "drafting by a model": speculation is not None and speculation.drafter in ("blocks", "model"),
     }

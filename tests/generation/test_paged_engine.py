@@ -211,7 +211,7 @@ def test_positions_of_a_slot_are_read_and_written_as_bytes() -> None:
     for layer, (shape, dtype) in enumerate(shapes):
         brought = torch.zeros(1, *shape, dtype=dtype)
         cache.layer((0, layer), brought, brought)
-    tables = cache.lay_out([24, 24], num_slots=2)
+    tables = cache.allocate(cache.plan_pages([24, 24], num_slots=2))
     tables.grow(0, 19)
     positions = torch.arange(19)
     step = cache.places(Places((), 0, torch.zeros(19, dtype=torch.long), positions, 1, [19], 19))

@@ -69,6 +69,12 @@ class PageTables:
         self.tables[slot] = list(pages)
         self.changed.add(slot)
 
+    def assign(self, slot: int, pages: Sequence[int]) -> None:
+        """Set a slot's pages, in tables that only follow those of another rank."""
+        self.tables[slot] = list(pages)
+        self.num_touched = max([self.num_touched, *(page + 1 for page in pages)])
+        self.changed.add(slot)
+
     def clear(self, slot: int) -> None:
         """Free a slot's pages. The last ones are reused first, because sequences share first pages more often."""
         for page in reversed(self.tables[slot]):

@@ -6,9 +6,9 @@ a buffer that all layers and forwards share. Pages and buffer together stay with
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,24 +25,36 @@ from lightning_realloc.generation.cache.kv_cache import (
 from lightning_realloc.generation.cache.page_table import PageTables
 from lightning_realloc.limits import BUFFER_SHARE, PAGE_SIZE
 
-if TYPE_CHECKING:
-    from lightning_realloc.runtime.forward.tp_group import TensorParallelGroup
-
 LayerKey = tuple[int, int]
 """Model, 0 for the target and 1 for its draft model, and the layer's number in it."""
 Stored = tuple[Tensor, Tensor]
 """Keys and values (pages, page size, heads, head size) of a layer."""
 
 
+class PageSizes(NamedTuple):
+    """Sizes of the storage and tables of a `PagedCache` in one call."""
+
+    num_pages: int
+    buffer_pages: int
+    """Pages of one layer's keys and values that the buffer holds."""
+    num_slots: int
+    pages_per_slot: int
+    """Most pages of a slot."""
+
+
 class PagedCache(CapturableCache):
     """Keys and values of every layer in pages, with the buffer at most ``max_bytes``, and a position more for padding.
 
     Contents are valid within one generation only; afterwards the storage is reused.
+
+    Args:
+        num_caches: Caches that have an equal share of ``max_bytes`` each, this one among them.
     """
 
-    def __init__(self, max_bytes: int, *, page_size: int = PAGE_SIZE) -> None:
+    def __init__(self, max_bytes: int, *, page_size: int = PAGE_SIZE, num_caches: int = 1) -> None:
         super().__init__()
         self.max_bytes = max_bytes
+        self.num_caches = num_caches
         self.page_size = page_size
         self.tables = PageTables(0, page_size, num_slots=0)
         self.table = torch.zeros(0, 0, dtype=torch.long)
@@ -62,11 +74,6 @@ class PagedCache(CapturableCache):
     def num_bytes(self) -> int:
         return self._buffer.nbytes + sum(tensor.nbytes for layer in self._layers.values() for tensor in layer)
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page in all layers."""
-        return sum(map(self._layer_bytes, self._shapes.values()))
-
     def release(self) -> None:
         self._layers.clear()
         self._positions.clear()
@@ -76,49 +83,54 @@ class PagedCache(CapturableCache):
 
     # ---- at the start of a call
     def forget_shapes(self) -> None:
-        """Let the next forward of each model set its layers' shapes, and store nothing; then call :meth:`lay_out`."""
+        """Let the next forward of each model set its layers' shapes and store nothing, before :meth:`plan_pages`."""
         self._shapes = {}
 
-    def lay_out(
+    def plan_pages(
         self,
         lengths: Sequence[int],
         *,
         num_slots: int,
         may_grow: bool = False,
-        tp_group: TensorParallelGroup | None = None,
-    ) -> PageTables:
-        """Allocate pages and return empty tables for a call.
+        largest: Callable[[Sequence[int]], Sequence[int]] = list,
+    ) -> PageSizes:
+        """Return the sizes for a call, for :meth:`allocate`.
 
         Args:
             lengths: Most positions of each sample.
             may_grow: Whether samples of any length that fits may arrive later.
-            tp_group: Ranks that schedule alike, and so need as many pages as the one with the largest; None: no others.
+            largest: Returns the largest value of each number over the ranks that need equal numbers of pages.
 
         Raises:
             GenerationError: if the bound does not hold the longest sample.
         """
-        longest = max(lengths, default=1)
-        self.tables = PageTables(0, self.page_size, num_slots=num_slots)
-        least, device = self.tables.pages_for(longest), next(iter(self._shapes.values()))[0].device
-        page_bytes, buffer_page_bytes = sizes = [self.page_bytes, self._buffer_page_bytes]
-        if tp_group is not None:
-            page_bytes, buffer_page_bytes = tp_group.largest(sizes, device)
+        longest, most = max(lengths, default=1), self.max_bytes // self.num_caches
+        least = self.tables.pages_for(longest)
+        page_bytes, buffer_page_bytes = largest(self.measure_page())
         needed = least * (page_bytes + buffer_page_bytes)
-        if needed > self.max_bytes:
+        if needed > most:
+            groups = "" if self.num_caches == 1 else f", for each of {self.num_caches} groups of samples"
+            suffices = needed * self.num_caches
             raise GenerationError(
-                f"max_cache_bytes={self.max_bytes} must hold the longest sample of a call, and one here may reach "
-                f"{longest} tokens of prompt and response: {least} pages of {self.page_size} tokens, {page_bytes} "
-                f"bytes each in all layers, and {least * buffer_page_bytes} bytes to read one layer, {needed} bytes "
-                f"together; raise max_cache_bytes to at least {needed}, lower max_new_tokens, or shorten prompts"
+                f"max_cache_bytes={self.max_bytes} must hold the longest sample of a call{groups}, and one here may "
+                f"reach {longest} tokens of prompt and response: {least} pages of {self.page_size} tokens, "
+                f"{page_bytes} bytes each in all layers, and {least * buffer_page_bytes} bytes to read one layer, "
+                f"{needed} bytes together; raise max_cache_bytes to at least {suffices}, lower max_new_tokens, or "
+                "shorten prompts"
             )
         if may_grow:
-            least = self.max_bytes // (page_bytes + buffer_page_bytes)
+            least = most // (page_bytes + buffer_page_bytes)
             lengths = [least * self.page_size] * num_slots
-        share = self.max_bytes // BUFFER_SHARE // buffer_page_bytes
-        left = (self.max_bytes - least * page_bytes) // buffer_page_bytes
+        share = most // BUFFER_SHARE // buffer_page_bytes
+        left = (most - least * page_bytes) // buffer_page_bytes
         buffer_pages = min(max(share, least), left, num_slots * least)
         of_use = sum(self.tables.pages_for(length) for length in sorted(lengths)[-num_slots:]) or least
-        num_pages = min((self.max_bytes - buffer_pages * buffer_page_bytes) // page_bytes, of_use)
+        num_pages = min((most - buffer_pages * buffer_page_bytes) // page_bytes, of_use)
+        return PageSizes(num_pages, buffer_pages, num_slots, least)
+
+    def allocate(self, sizes: PageSizes) -> PageTables:
+        """Allocate pages and return empty tables for a call."""
+        num_pages, buffer_pages, num_slots, least = sizes
         self._allocate(num_pages, buffer_pages)
         self.tables = PageTables(num_pages, self.page_size, num_slots=num_slots)
         self._rows = torch.zeros(num_slots, least, dtype=torch.long)
@@ -129,13 +141,13 @@ class PagedCache(CapturableCache):
         self.num_slots, self.capacity = num_slots, least * self.page_size
         return self.tables
 
+    def measure_page(self) -> list[int]:
+        """Return the bytes of one page in all layers, and in the layer that needs most."""
+        layers = list(map(self._layer_bytes, self._shapes.values()))
+        return [sum(layers), max(layers)]
+
     def _layer_bytes(self, shape: Stored) -> int:
         return self.page_size * sum(one.shape[-2] * one.shape[-1] * one.element_size() for one in shape)
-
-    @property
-    def _buffer_page_bytes(self) -> int:
-        """Bytes of one page in the layer that needs most."""
-        return max(map(self._layer_bytes, self._shapes.values()))
 
     def _allocate(self, num_pages: int, buffer_pages: int) -> None:
         """Allocate storage for the pages, unless there is enough of the right shapes."""
@@ -152,7 +164,7 @@ class PagedCache(CapturableCache):
             self._positions[layer] = (keys, values)
             self._layers[layer] = (self._as_pages(keys), self._as_pages(values))
         device = next(iter(self._shapes.values()))[0].device
-        self._buffer = torch.empty(buffer_pages * self._buffer_page_bytes, dtype=torch.uint8, device=device)
+        self._buffer = torch.empty(buffer_pages * self.measure_page()[1], dtype=torch.uint8, device=device)
         self._num_pages, self.buffer_pages = num_pages, buffer_pages
 
     def _as_pages(self, positions: Tensor) -> Tensor:

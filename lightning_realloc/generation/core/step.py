@@ -155,10 +155,7 @@ class StepExecutor(Protocol):
         """End the generation, once after each `begin`; ``has_failed``: by an error, perhaps with a step in flight."""
 
     def submit(self, step: ForwardStep) -> None:
-        """Start a step. Without any tokens it runs a dummy one, because a forward may be collective.
-
-        With a bounded cache, a dummy step before `begin` shows the layers' shapes.
-        """
+        """Start a step. Without any tokens it runs a dummy one, because a forward may be collective."""
 
     def collect(self) -> list[Emitted]:
         """Return the tokens of the submitted step's rows; waits for them."""

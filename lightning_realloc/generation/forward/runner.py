@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_realloc.generation.cache.kv_cache import KVCache, LayerShape, Places
+from lightning_realloc.generation.cache.page_table import PageTables
+from lightning_realloc.generation.cache.paged_cache import PagedCache, PageSizes
 from lightning_realloc.generation.core.keyed_sampler import KeyedSampler
 from lightning_realloc.generation.core.params import SamplingParams
 from lightning_realloc.generation.core.step import (
@@ -25,6 +27,7 @@ from lightning_realloc.generation.forward.attention import run_packed
 from lightning_realloc.generation.forward.cuda_graphs import CapturedForwards
 from lightning_realloc.generation.forward.expert_records import ExpertRecords
 from lightning_realloc.generation.forward.packed_step import PackedStep, segments_of
+from lightning_realloc.runtime.parallel.tensor_parallel import tensor_parallel_group
 
 
 class ModelRunner(StepExecutor):
@@ -97,6 +100,21 @@ class ModelRunner(StepExecutor):
             return []
         assert self._rule is not None, "a generation begins before tokens are drawn"
         return self._rule.emit(logits, step.rows, step.forbidden)
+
+    def lay_out_pages(self, lengths: Sequence[int], *, num_slots: int, may_grow: bool = False) -> PageTables:
+        """Allocate a bounded cache by a dummy forward, which shows the layers' shapes; see `PagedCache.plan_pages`."""
+        assert isinstance(self.cache, PagedCache), "pages are those of a bounded cache"
+        self.forward([], [])
+        sizes = self.cache.plan_pages(lengths, num_slots=num_slots, may_grow=may_grow, largest=self._largest)
+        return self._allocate_pages(self.cache, sizes)
+
+    def _allocate_pages(self, cache: PagedCache, sizes: PageSizes) -> PageTables:
+        return cache.allocate(sizes)
+
+    def _largest(self, numbers: Sequence[int]) -> Sequence[int]:
+        """Return the largest value of each number over the ranks that schedule alike."""
+        group = tensor_parallel_group(self._model)
+        return numbers if group is None else group.largest(numbers, self._device)
 
     def forward(self, prefills: Sequence[PrefillChunk], rows: Sequence[DecodeRow]) -> Tensor:
         """Return the logits (N, V) of the rows' tokens, row by row; row i belongs to slot i.

@@ -11,7 +11,21 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
 from lightning_realloc.errors import GenerationError, require_choice
+from lightning_realloc.generation.cache.paged_cache import PageSizes
 from lightning_realloc.generation.core.step import DecodeRow, ForwardStep, PrefillChunk
+
+
+class PageMeasurement(NamedTuple):
+    """Runs a dummy forward of a group, which shows the layers' shapes, and finds the largest pages of all stages."""
+
+    group: int
+
+
+class PageAllocation(NamedTuple):
+    """Allocates the pages of a group."""
+
+    group: int
+    sizes: PageSizes
 
 
 class Opening(NamedTuple):
@@ -27,12 +41,12 @@ class Opening(NamedTuple):
     """Most tokens of a response."""
 
 
-ChangeName = Literal["make_room", "copy", "move", "swap"]
+ChangeName = Literal["make_room", "copy", "move", "swap", "set_pages"]
 
 
 @dataclass(frozen=True, slots=True)
 class SlotChange:
-    """One call of the method of `StepExecutor` that has this name."""
+    """One call of the method of `StageRunner` that has this name."""
 
     name: ChangeName
     arguments: tuple[Any, ...]
@@ -74,6 +88,10 @@ class StageStep(NamedTuple):
             DecodeRow(self.tokens[begin:end], position)
             for (begin, end), position in zip(bounds, self.positions, strict=True)
         ]
+
+
+GroupCommand = PageMeasurement | PageAllocation | StageStep
+"""Commands that change one group."""
 
 
 class Closing(NamedTuple):

@@ -16,16 +16,13 @@ import torch
 from torch import nn
 
 from lightning_realloc.generation.base_engine import EngineCall
-from lightning_realloc.generation.cache.kv_cache import SlotCache
 from lightning_realloc.generation.core.model_config import check_supported
 from lightning_realloc.generation.engine import GenerationEngine
-from lightning_realloc.generation.engine_parts import num_kept_slots
+from lightning_realloc.generation.engine_parts import build_cache, num_kept_slots
 from lightning_realloc.generation.forward.attention import check_idle, slot_attention
 from lightning_realloc.generation.forward.packed_linear import packed_linears
 from lightning_realloc.generation.loop.run import Budget, GenerationRun, GenerationStats
-from lightning_realloc.generation.schedule.scheduler import Scheduler
-from lightning_realloc.generation.schedule.slot_plan import Prompt
-from lightning_realloc.generation.staged.commands import Closing, Leaving, Opening, StageStep
+from lightning_realloc.generation.staged.commands import Closing, GroupCommand, Leaving, Opening
 from lightning_realloc.generation.staged.groups import (
     GroupConversations,
     SharedConversations,
@@ -44,17 +41,20 @@ class StagedEngine(GenerationEngine):
     Args:
         model: This rank's stage.
         link: Connects the stages.
-        options: Of `GenerationEngine`, without ``cuda_graphs``, ``compile``, ``batch_invariant``, ``max_cache_bytes``,
-            ``peers`` and ``poll_weights``, which need a whole model. The groups share the drafter, which must know
-            samples by their ids, as ``"ngram"`` and ``"history"`` do.
+        options: Of `GenerationEngine`, without ``cuda_graphs``, ``compile``, ``batch_invariant``, ``peers`` and
+            ``poll_weights``, which need a whole model. ``max_cache_bytes`` bounds the bytes of each stage; the groups
+            have equal shares. The groups share the drafter, which must know samples by their ids, as ``"ngram"`` and
+            ``"history"`` do.
     """
 
-    def __init__(self, model: nn.Module, link: StageLink, **options: Any) -> None:
-        super().__init__(model, cuda_graphs=False, **options)
+    def __init__(
+        self, model: nn.Module, link: StageLink, *, max_cache_bytes: int | None = None, **options: Any
+    ) -> None:
+        super().__init__(model, cuda_graphs=False, max_cache_bytes=max_cache_bytes, **options)
         self._link = link
         self._decodings = [self._decoding, *(self._decoding.for_other_samples() for _ in range(1, link.num_stages))]
         """Decoding of each group."""
-        self._caches = [SlotCache() for _ in range(link.num_stages)]
+        self._caches = [build_cache(max_cache_bytes, num_caches=link.num_stages) for _ in range(link.num_stages)]
         """Keys and values of each group on this stage."""
 
     @property
@@ -91,7 +91,7 @@ class StagedEngine(GenerationEngine):
         self._link.begin()
         runners = [self._runner(StageRunner, opening, group) for group in range(self._link.num_stages)]
         with slot_attention(self._model), packed_linears(self._model, num_steps=opening.num_steps):
-            while isinstance(command := self._link.receive_command(), StageStep):
+            while isinstance(command := self._link.receive_command(), GroupCommand):
                 runners[command.group].follow(command)
         assert isinstance(command, Closing), f"{command} is no command in a generation"
         if not command.has_failed:  # else hidden states may be under way that nothing receives
@@ -110,8 +110,8 @@ class StagedEngine(GenerationEngine):
         check_idle(self._model)
         opening = self._opening(call)
         check_supported(self._model, max_length=opening.longest)
-        runs = self._runs(call, self._budget(call, lambda: runs[0].ended), opening)
         with self._commanding(opening), ExitStack() as session:
+            runs = self._runs(call, self._budget(call, lambda: runs[0].ended), opening)
             session.enter_context(slot_attention(self._model))
             session.enter_context(packed_linears(self._model, num_steps=opening.num_steps))
             for run in runs:
@@ -149,30 +149,18 @@ class StagedEngine(GenerationEngine):
         runs = []
         for group, prompts in enumerate(groups):
             places, own = own_samples(prompts)
+            samples = [call.samples[place] for place in places]
+            waiting = [prompt for prompt in own if not call.stop.already_ends(samples[prompt.samples[0]])]
+            executor, decoding = self._runner(LastStageRunner, opening, group), self._decodings[group]
+            talks = None if shared is None else GroupConversations(shared, group, places)
+            sizes = {"num_slots": opening.num_slots, "num_kept": opening.most_slots - opening.num_slots}
+            scheduler = self._scheduler(waiting, samples, executor, decoding, **sizes)
+            pause_s, params, stop = self._max_pause_s(), call.params, call.stop
             runs.append(
-                GenerationRun(
-                    self._runner(LastStageRunner, opening, group),
-                    self._new_scheduler(call, opening, places, own),
-                    [call.samples[place] for place in places],
-                    call.params,
-                    call.stop,
-                    self._decodings[group],
-                    None if shared is None else GroupConversations(shared, group, places),
-                    budget,
-                    max_pause_s=self._max_pause_s(),
-                )
+                GenerationRun(executor, scheduler, samples, params, stop, decoding, talks, budget, max_pause_s=pause_s)
             )
             runs[group].ended = runs[0].ended
         return runs
-
-    def _new_scheduler(
-        self, call: EngineCall, opening: Opening, places: Sequence[int], prompts: Sequence[Prompt]
-    ) -> Scheduler:
-        """Return the scheduler of a group whose samples have these places in the call."""
-        waiting = [prompt for prompt in prompts if not call.stop.already_ends(call.samples[places[prompt.samples[0]]])]
-        num_slots, most_tokens = opening.num_slots, self._max_prefill_tokens
-        num_kept = opening.most_slots - num_slots
-        return Scheduler(waiting, num_slots=num_slots, num_kept=num_kept, max_prefill_tokens=most_tokens)
 
     def _take_turns(self, runs: Sequence[GenerationRun], call: EngineCall) -> None:
         """Collect and submit each run's steps in turn, until all samples are finished.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -120,6 +121,17 @@ class StageLink:
         if dtype is not None:
             content = values.contiguous().view(-1).view(torch.uint8)
             self._stage.after.post(F.pad(content, (0, -len(content) % dtype.itemsize)).view(dtype))
+
+    def largest(self, numbers: Sequence[int], device: torch.device) -> list[int]:
+        """Return the largest value over this stage and those before it of each number; after a forward of all stages.
+
+        So the last stage gets those of all.
+        """
+        own = torch.tensor(numbers, device=device)
+        largest = torch.maximum(own, self.receive_bytes(own))
+        self.send_bytes(largest)
+        found: list[int] = largest.tolist()
+        return found
 
     def _isend(self, frame: Tensor, rank: int) -> dist.Work:
         return cast(dist.Work, dist.isend(frame, rank, group=self._group, tag=_TAG))

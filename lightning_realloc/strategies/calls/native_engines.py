@@ -90,6 +90,7 @@ class NativeEngines(EngineFactory):
             lockstep=lockstep,
             speculation=algorithm.speculation if stage.is_last else None,
             drafter=drafter,
+            max_cache_bytes=algorithm.generation_options.max_cache_bytes,
             agree=agreement(meshes.tensor_group(replica.layout), context.device),
         )
         return ReplicaEngine(

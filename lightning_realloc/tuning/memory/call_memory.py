@@ -273,6 +273,7 @@ class CallMemory:
             prompt_tokens=load.prompt_tokens,
             longest=load.longest,
             max_bytes=engine.max_cache_bytes,
+            num_groups=self.sizes.dims.pp,
             fills=engine.moves_samples and self.plan.layout.data_parallel_size > 1 and not self.is_wrapped,
         )
 

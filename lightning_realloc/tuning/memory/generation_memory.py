@@ -50,6 +50,8 @@ class Cache:
     """Tokens of the longest prompt with its response."""
     max_bytes: int | None = None
     """Bound on the bytes of the cache; None: every slot has room for the longest sequence."""
+    num_groups: int = 1
+    """Groups of samples of a pipeline, which divide the slots and the bound evenly."""
     fills: bool = False
     """Whether a bounded cache takes all bytes that it may, since samples of other ranks may arrive."""
 
@@ -115,15 +117,17 @@ class Cache:
         return -(-self.longest // PAGE_SIZE)
 
     def _bounded(self, most: int) -> tuple[int, int]:
-        """Return the number of pages, and of one layer's pages in the buffer; no more than useful unless ``fills``.
+        """Return the number of pages, and of one layer's pages in the buffers; no more than useful unless ``fills``.
 
         A bound that is too small for one sample, which the engine refuses, counts as one that suffices.
         """
+        most, slots = most // self.num_groups, -(-self.slots // self.num_groups)
         page, buffered = PAGE_SIZE * self.position_bytes, PAGE_SIZE * self.layer_bytes
         each = max(1, most // (page + buffered)) if self.fills else self._pages_of_longest
         left = max(each, (most - each * page) // buffered)
-        buffer = min(max(most // BUFFER_SHARE // buffered, each), left, self.slots * each)
-        return max(each, min((most - buffer * buffered) // page, self.slots * each)), buffer
+        buffer = min(max(most // BUFFER_SHARE // buffered, each), left, slots * each)
+        pages = max(each, min((most - buffer * buffered) // page, slots * each))
+        return self.num_groups * pages, self.num_groups * buffer
 
 
 def num_cache_slots(engine: EngineMemory, *, running: int, share: int) -> int:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from lightning_realloc.generation import Completion, Turn
+from lightning_realloc.generation.loop.run import GenerationStats
 from lightning_realloc.generation.staged.staged_engine import StagedEngine
 from lightning_realloc.layout import Layout, ModelLayout
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
@@ -20,6 +21,14 @@ from lightning_realloc.runtime.parallel.stage_link import StageLink
 from lightning_realloc.strategies.calls.engine_factory import agreement
 from lightning_realloc.strategies.calls.lockstep import Lockstep
 from tests.models import tiny_model
+
+
+class Made(NamedTuple):
+    """Result of one call on a last stage."""
+
+    completions: list[Completion]
+    stats: GenerationStats
+
 
 LAYERS = {"num_hidden_layers": 4}
 
@@ -59,8 +68,8 @@ async def answer_in_words(turn: Turn) -> list[int] | None:
 
 def generate_staged(
     family: str, texts: Sequence[str], prompts: Sequence[list[int]], arguments: dict[str, Any], options: dict[str, Any]
-) -> list[list[Completion] | None]:
-    """Return this rank's completions under each layout, of the second of two equal calls; None on other stages.
+) -> list[Made | None]:
+    """Return what this rank makes under each layout in the second of two equal calls; None on other stages.
 
     Sample ids are those of one rank with all prompts.
     """
@@ -68,7 +77,7 @@ def generate_staged(
     meshes = MeshRegistry("cpu")
     meshes.create(layouts)
     n = arguments["params"].n
-    made: list[list[Completion] | None] = []
+    made: list[Made | None] = []
     for layout in layouts:
         if dist.get_rank() not in layout:
             meshes.new_host_group()
@@ -84,5 +93,5 @@ def generate_staged(
         for _ in range(2):
             completions = engine.generate(mine, sample_ids=ids, **arguments)
             engine.leave()
-        made.append(completions)
+        made.append(Made(completions, engine.stats))
     return made

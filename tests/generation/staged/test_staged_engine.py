@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation
+from lightning_realloc.generation import GenerationEngine, SamplingParams, Speculation
+from lightning_realloc.generation.loop.run import GenerationStats
 from tests.generation.staged.staged_ranks import LAYERS, answer_in_words, generate_staged
 from tests.matrices import matrix
 from tests.models import EXPERT_FAMILIES, tiny_model
@@ -15,26 +16,47 @@ from tests.workers import WorkerPool
 
 PROMPTS = [[5, 9, 17, 3], [8] * 11, [40], [7, 7, 90, 4, 4, 4], [101, 33], [61, 2, 5]]
 LAYOUTS = ("pp2@1,0", "pp4", "pp2.dp2", "pp2.fsdp2", "pp2.tp2@3,1,2,0")
+NGRAM = {"speculation": Speculation(drafter="ngram", num_draft_tokens=3)}
+TWO, FOUR = 2 * 4096 * (2 * 8 + 6), 4 * 4200 * (8 + 6)
+"""Bytes for two and four groups whose samples have up to six pages: eight pages in all layers, and six of one."""
 SAMPLED = SamplingParams(max_new_tokens=12, n=2, seed=11, stop_token_ids=tuple(range(100, 120)))
 
 
 def check_as_alone(
     workers: WorkerPool, family: str, layouts: Sequence[str], arguments: dict[str, Any], **options: Any
-) -> None:
-    """Check that each layout's ranks together have the completions of one rank."""
-    alone = GenerationEngine(tiny_model(family, **LAYERS)).generate(PROMPTS, **arguments)
+) -> list[GenerationStats]:
+    """Check that each layout's ranks together have the completions of one rank; return their counts."""
+    prompts = arguments.pop("prompts", PROMPTS)
+    alone = GenerationEngine(tiny_model(family, **LAYERS)).generate(prompts, **arguments)
     expected = {completion.sample_id: completion.token_ids for completion in alone}
-    results = workers.run(generate_staged, family, layouts, PROMPTS, arguments, options)
+    results = workers.run(generate_staged, family, layouts, prompts, arguments, options)
     for number, text in enumerate(layouts):
-        made: list[Completion] = [each for result in results for each in result[number] or ()]
+        made = [each for result in results if result[number] for each in result[number].completions]
         found = {completion.sample_id: completion.token_ids for completion in made}
         assert found == expected, text
+    return [made.stats for result in results for made in result if made is not None]
 
 
 def test_groups_that_take_turns_ask_their_environment_and_verify_drafts(workers: WorkerPool) -> None:
     arguments = {"params": SAMPLED, "environment": answer_in_words}
-    drafts = {"speculation": Speculation(drafter="ngram", num_draft_tokens=3)}
-    check_as_alone(workers, "llama", ["pp2@1,0", "pp2.fsdp2", "pp2.tp2@3,1,2,0"], arguments, max_slots=5, **drafts)
+    check_as_alone(workers, "llama", ["pp2@1,0", "pp2.fsdp2", "pp2.tp2@3,1,2,0"], arguments, max_slots=5, **NGRAM)
+
+
+@pytest.mark.parametrize(
+    ("family", "layouts", "bound"),
+    matrix(
+        [("llama", "pp2@1,0", TWO), ("llama", "pp2.dp2 pp2.fsdp2 pp2.tp2@3,1,2,0", TWO), ("mixtral", "pp4", FOUR)],
+        ("llama", "pp2@1,0", TWO),
+    ),
+)
+def test_groups_share_a_bound_on_bytes_and_samples_that_lose_their_pages_are_read_again(
+    workers: WorkerPool, family: str, layouts: str, bound: int
+) -> None:
+    prompts = [[*range(30, 50), 5 + number, 6] for number in range(6)]  # the first page of 16 tokens is the same
+    params = SamplingParams(max_new_tokens=60, n=2, seed=3, ignore_eos=True, stop_token_ids=(7, 70, 77))
+    asked = {"prompts": prompts, "params": params, "environment": answer_in_words}
+    for stats in check_as_alone(workers, family, layouts.split(), asked, max_slots=8, max_cache_bytes=bound, **NGRAM):
+        assert 0 < stats.cache_bytes <= bound and stats.num_preemptions and stats.shared_prefill_tokens
 
 
 @pytest.mark.parametrize("family", matrix(["llama", "qwen3", "gemma2", "gpt_oss", "mixtral"], "llama"))

@@ -101,6 +101,13 @@ def test_a_bounded_cache_takes_the_forecast_pages_and_buffer(bound: int, *, draf
     assert counted.peak.total >= 0.85 * measured.peak_bytes
 
 
+def test_groups_of_a_pipeline_have_equal_shares_of_a_bound() -> None:
+    counted = call_of(target(), EngineMemory(max_cache_bytes=300_000), replace(LOAD, num_sequences=10)).cache
+    assert counted is not None
+    half = replace(counted, max_bytes=150_000, slots=-(-counted.slots // 2))
+    assert replace(counted, num_groups=2).final_bytes == 2 * half.final_bytes <= 300_000
+
+
 def test_a_cache_for_samples_of_other_ranks_takes_almost_all_of_its_bound() -> None:
     counted = call_of(target(), EngineMemory(max_cache_bytes=400_000)).cache
     assert counted is not None
