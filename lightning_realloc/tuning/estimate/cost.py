@@ -51,6 +51,11 @@ class Placement(NamedTuple):
         within_node = _widest(nodes, layout, layout.stage_axes).nodes == 1
         return cls(tensors, shards, replicas, tokens, experts, expert_shards, expert_replicas, within_node)
 
+    def within_node(self) -> Placement:
+        """Return the placement of the same groups on a single node."""
+        tp, fsdp, dp, cp, ep, expert_fsdp, expert_dp = (Group(group.size, nodes=1) for group in self[:-1])
+        return Placement(tp, fsdp, dp, cp, ep, expert_fsdp, expert_dp, stages_share_node=True)
+
 
 def _widest(nodes: np.ndarray, layout: Layout, axes: Sequence[str]) -> Group:
     index = first = np.arange(len(nodes))

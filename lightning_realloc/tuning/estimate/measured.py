@@ -1,8 +1,9 @@
 """Estimate the seconds of calls and moves from a profile of the machine. Bytes come from the roofline estimator.
 
-A profile has the seconds of a block, and of the rest of a model, at some parallel degrees. They form stages,
+A profile has the seconds of a block, and of the rest of a model, at some degrees on one node. They form stages,
 micro-batches and calls as in ``cost``. A call at degrees without measurements gets its roofline estimate, times the
-ratio of measured to roofline seconds at the nearest measured degrees.
+ratio of measured to roofline seconds at the nearest measured degrees. What groups over several nodes add to it is not
+scaled: it follows from the links, which a run over nodes has measured.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _KINDS: Mapping[CallKind, tuple[PassKind, ...]] = {
 }
 """Passes that a call consists of; a training call with checkpointing repeats the inference pass."""
 UNMEASURED_FACTOR = 3.0
-"""Factor on the estimate of a call that was not measured; larger values favour measured layouts more."""
+"""Factor on the estimate of a call on one node that was not measured; larger values favour measured layouts more."""
 _MAX_CACHED_MOVES = 100_000
 """Entries of the cache of moves."""
 
@@ -128,15 +129,26 @@ class MeasuredEstimator:
         chosen, dims = self.dataflow.call(call), plan.layout.dims
         if chosen.role is None:
             return CallSeconds()
-        if self.is_measured(call, dims):
+        spans_nodes = self._spans_nodes(chosen.kind, plan.layout)
+        if self.is_measured(call, dims) and not spans_nodes:
             return self._from_passes(chosen, plan)
         estimated = self.roofline.call_seconds(call, plan)
         nearest = self._nearest(call, dims)
         if nearest is None:
             return estimated
-        there = replace(plan, layout=Layout(nearest, tuple(range(nearest.size))))
-        measured = self._from_passes(chosen, there)
-        return estimated.scaled(UNMEASURED_FACTOR * measured.total / self.roofline.call_seconds(call, there).total)
+        there = replace(plan, layout=Layout(nearest, tuple(range(nearest.size))), pipeline_schedule="1f1b")
+        ratio = self._from_passes(chosen, there).total / self.roofline.call_seconds(call, there).total
+        if not spans_nodes:
+            return estimated.scaled(UNMEASURED_FACTOR * ratio)
+        inside = self.roofline.seconds_within_node(call, plan)
+        return estimated + inside.scaled(ratio - 1)
+
+    def _spans_nodes(self, kind: CallKind, layout: Layout) -> bool:
+        """Return whether ranks that communicate in a call's passes lie on several nodes; replicas do in training."""
+        place = self.roofline.place(layout)
+        groups = [place.tp, place.fsdp, place.cp, place.ep, place.expert_fsdp]
+        replicas = [place.dp, place.expert_dp] if kind == "train" else []
+        return any(group.nodes > 1 for group in groups + replicas)
 
     def _from_passes(self, call: ModelFunctionCall, plan: CallPlan) -> CallSeconds:
         dims, role = plan.layout.dims, str(call.role)

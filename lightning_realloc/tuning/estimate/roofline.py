@@ -87,6 +87,11 @@ class RooflineEstimator:
             self._calls[key] = self._estimate(call, plan, place).scaled(self.slowdown(busy))
         return self._calls[key]
 
+    def seconds_within_node(self, call: str, plan: CallPlan) -> CallSeconds:
+        """Return the seconds of a call if the groups of its layout did not span nodes."""
+        busy = 1 if self._cores is None else busiest_node(plan.layout, self.cluster)
+        return self._estimate(call, plan, self.place(plan.layout).within_node()).scaled(self.slowdown(busy))
+
     def _estimate(self, call: str, plan: CallPlan, place: Placement) -> CallSeconds:
         chosen = self.dataflow.call(call)
         if chosen.role is None:

@@ -34,6 +34,7 @@ def estimator(
     settings: MemorySettings | None = None,
     factors: dict[str, float] | None = None,
     adapted: bool = False,
+    cluster: ClusterSpec = CLUSTER,
 ) -> MeasuredEstimator:
     """Return an estimator of four blocks; 2 of 4 ranks run at full speed, clipping and stepping takes 1 ms a weight."""
     roles = roles_of(SMALL)
@@ -42,7 +43,7 @@ def estimator(
         roles["reference"] = replace(roles["actor"], frozen_params=frozenset(), shares="actor")
     roofline = RooflineEstimator(
         PPO_FLOW,
-        CLUSTER,
+        cluster,
         roles,
         settings or MemorySettings(),
         LOAD,
@@ -126,6 +127,28 @@ def test_unmeasured_calls_are_estimated_and_scaled_by_measured_ones() -> None:
     )
     nothing = estimator({})
     assert nothing.call_seconds("actor.train", cut) == worked_out.call_seconds("actor.train", cut)
+
+
+@pytest.mark.parametrize(("layout", "shape"), [("tp2@0-1", "2x1"), ("fsdp2@0,2", "2x2"), ("dp2@0,2", "2x2")])
+def test_communication_between_nodes_is_that_of_their_links(layout: str, shape: str) -> None:
+    two_nodes = replace(ClusterSpec.parse(f"cpu:{shape}"), inter_node_bytes_per_s=1e6, inter_node_latency_s=1e-3)
+    kinds: tuple[PassKind, ...] = ("train", "train_last", "infer")
+    # Passes of fsdp2 are those of one node, and so do not hold for ranks 0 and 2.
+    answers = estimator(
+        {(kind, dims): passes(0.01, 0.0) for kind in kinds for dims in (ALONE, ParallelDims(fsdp=2))}, cluster=two_nodes
+    )
+    plan, worked_out = CallPlan(Layout.parse(layout)), answers.roofline.call_seconds
+    inside = estimator({}).call_seconds("actor.train", CallPlan(Layout.parse(layout))).total  # on one node of four
+    between = worked_out("actor.train", plan).total - inside
+    nearest = CallPlan(Layout.parse("fsdp2@0-1" if plan.layout.dims.fsdp == 2 else "dp1@0"))
+    off_by = answers.call_seconds("actor.train", nearest).total / worked_out("actor.train", nearest).total
+    assert between > inside
+    assert answers.call_seconds("actor.train", plan).total == pytest.approx(off_by * inside + between)
+
+
+def test_replicas_on_other_nodes_infer_as_on_one() -> None:
+    answers = estimator({("infer", ALONE): passes(0.01, 0.02)}, cluster=ClusterSpec.parse("cpu:2x1"))
+    assert seconds(answers, "reference.infer", "dp2@0-1") == pytest.approx(64 * 0.06 + CALL_S)
 
 
 def test_weights_are_written_by_each_source_rank_or_sent_to_shards() -> None:
