@@ -8,6 +8,7 @@ estimate misjudges one kind (its moves, its overlap, its small calls), another k
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +37,9 @@ MIN_FIRST_SEARCH_S = 0.25
 """Least seconds of the first search. A shorter one sees little but plans of one kind, even with twice the time."""
 MIN_IMPROVEMENT = 0.005
 """Fraction of an iteration that a search with twice the time must save for the search to continue."""
+PIPELINED_MICRO_BATCHES = (4, 8)
+"""Micro-batches of an optimizer step that are tried where those of a usual size would be fewer: stages wait in turn for
+a single one. More of them idle less, and compute less efficiently."""
 NUM_STATIC_PLANS = 2
 """Number of proposed plans with one layout for all calls, the best ones by estimate."""
 
@@ -166,19 +170,27 @@ class PlanEvaluator:
             best, allowed = found, 2 * allowed
 
     def _options(self, start: ExecutionPlan) -> CallOptions:
-        """Return the options of calls: those of the start plan, and those that need less memory.
+        """Return the options of calls: those of the start plan, and those that need less memory or fill a pipeline.
 
         Rows are divided only if the start plan divides some, since a loss of the user's may need whole rows.
         """
         assert self.task.workload is not None, "estimates of seconds need one"
         chosen = {plan.micro_batch_tokens for _, plan in start.calls}
         fewer = max(1, self.task.workload.micro_batch_tokens // 4)
+        in_stages = {tokens for tokens in map(self._tokens_of_part, PIPELINED_MICRO_BATCHES) if tokens < fewer}
         divides = any(plan.layout.count(*Layout.token_axes) > 1 for _, plan in start.calls)
-        tokens = sorted({size for size in chosen if size is not None} | {fewer})
+        tokens = sorted({size for size in chosen if size is not None} | {fewer} | in_stages)
         generating = [call.name for call in self.task.dataflow.model_calls if call.kind == "generate"]
         slots = sorted({start.call(name).max_slots for name in generating} or {64})
         options = CallOptions(micro_batch_tokens=(None, *tokens), max_slots=tuple(slots), divides_rows=divides)
         return self.task.call_options(options)
+
+    def _tokens_of_part(self, count: int) -> int:
+        """Return the tokens of a micro-batch where an optimizer step has ``count`` of them."""
+        load, responses = self.task.workload, self.lengths.responses
+        assert load is not None, "estimates of seconds need one"
+        sequences = math.ceil(self.lengths.num_sequences / (load.num_minibatches * count))
+        return math.ceil(sequences * (self.lengths.prompt_tokens + sum(responses) / len(responses)))
 
 
 class WorkUnit:

@@ -112,6 +112,15 @@ def test_options_of_the_initial_plan_are_kept() -> None:
     assert kept.count(3) >= len(kept) - 1  # the heuristic does not know them
 
 
+def test_small_batches_are_divided_for_the_stages_of_a_pipeline() -> None:
+    # Eight sequences of 10 + 20 tokens: four micro-batches have two each, eight have one.
+    few = replace(PROSPECTS, lengths=TypicalLengths.from_iterations([Lengths((10,) * 8, (20,) * 8)]))
+    default = PROSPECTS.task.workload.micro_batch_tokens // 4
+    assert few._options(START).micro_batch_tokens == (None, 30, 60, default)
+    many = replace(PROSPECTS, lengths=TypicalLengths.from_iterations([Lengths((10,) * 8, (20 * default,) * 8)]))
+    assert many._options(START).micro_batch_tokens == (None, default)
+
+
 def test_work_grows_with_the_longest_response_and_with_tokens() -> None:
     def work(*responses: int) -> float:
         return PROSPECTS.work(START, TypicalLengths.from_iterations([Lengths((10,) * len(responses), responses)]))
