@@ -35,7 +35,7 @@ class Case:
     num_micro_batches: int = 1
     checkpointing: bool = False
     dtype: torch.dtype = torch.float32
-    tolerance: float = 2e-5
+    tolerance: float = 1e-5
 
     def build(self) -> nn.Module:
         """Return the model with its full weights, in training mode; the weights are equal on every call and rank."""

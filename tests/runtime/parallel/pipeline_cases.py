@@ -51,7 +51,7 @@ class Case:
     checkpointing: bool = False
     schedule: ScheduleName = "1f1b"
     tile_rows: int | None = None  # compute logits in tiles of so many tokens
-    tolerance: float = 2e-5
+    tolerance: float = 1e-5
 
     def build(self) -> nn.Module:
         """Return the model with its full weights: the same on every call and rank."""
