@@ -19,7 +19,7 @@ _PLAIN = (str, int, float, tuple, list, type(None))
 
 def remember_dry_runs() -> None:
     """Replace both checks in this process by ones that remember which structures passed."""
-    from lightning_realloc.runtime.forward import packed_attention
+    from lightning_realloc.runtime.forward.attention import packed_attention
     from lightning_realloc.runtime.parallel import model_spec
 
     packed_attention._check_segments = _remembered(packed_attention._check_segments)

@@ -33,7 +33,7 @@ NEEDED = (
     "torch",
     "lightning_realloc.strategies.lightning.process_group",
     "tests.dry_runs",
-    "lightning_realloc.runtime.forward.packed_attention",
+    "lightning_realloc.runtime.forward.attention.packed_attention",
     "lightning_realloc.runtime.parallel.model_spec",
 )
 """Modules of every run."""

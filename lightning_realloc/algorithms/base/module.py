@@ -48,8 +48,9 @@ from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.generation.core.capabilities import EngineName
 from lightning_realloc.generation.loop.environment import Conversation
 from lightning_realloc.rewards.functions import RewardFunctions
+from lightning_realloc.runtime.forward.attention.packable import check_packable
+from lightning_realloc.runtime.forward.attention.packed_attention import check_segments
 from lightning_realloc.runtime.forward.liger import use_liger_kernels
-from lightning_realloc.runtime.forward.packed_attention import check_packable, check_segments
 from lightning_realloc.seeds import seed_of_run
 from lightning_realloc.setting_hints import HintTable, SuggestsSettings, refuses_unknown
 from lightning_realloc.trainers import planned_iterations, trainer_callbacks

@@ -21,8 +21,8 @@ from lightning_realloc.generation.cache.kv_cache import StepPlaces
 from lightning_realloc.generation.core.model_config import OTHER_ENGINE
 from lightning_realloc.generation.forward.expert_records import ExpertRecords
 from lightning_realloc.generation.forward.packed_step import PackedStep, is_visible
+from lightning_realloc.runtime.forward.attention.varlen import attend_varlen, can_attend_varlen
 from lightning_realloc.runtime.forward.routers import RoutedPass
-from lightning_realloc.runtime.forward.varlen import attend_varlen, can_attend_varlen
 
 IMPLEMENTATION = "realloc_slots"
 STEP_ARGUMENT = "realloc_step"

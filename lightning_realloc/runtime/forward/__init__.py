@@ -1,5 +1,5 @@
 """Replacements for steps of a forward pass that packing and tensor parallelism change.
 
-They cover attention over packed sequences, logits split over the vocabulary, and log-probabilities of tokens. Start
-with `packed_attention` and `selected_logprobs`.
+They cover logits split over the vocabulary, and log-probabilities of tokens; attention over packed sequences is in
+`attention`. Start with `attention.packed_attention` and `selected_logprobs`.
 """

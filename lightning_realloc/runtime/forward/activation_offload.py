@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_realloc.limits import MAX_MOVING_BYTES
-from lightning_realloc.runtime.forward.packed_attention import transformers_model
+from lightning_realloc.runtime.model.structure import transformers_model
 
 MIN_OFFLOADED_BYTES = 1 << 20
 """Smallest activation that leaves the device. Raising it keeps more tensors whose copies take long for their size."""

@@ -41,6 +41,21 @@ def find_blocks(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
     return tuple((f"{name}.{index}", block) for name, blocks in named for index, block in enumerate(blocks))
 
 
+def transformers_model(model: nn.Module) -> PreTrainedModel:
+    """Return the transformers model: ``model`` itself, or the one that it wraps (adapters, compile)."""
+    if (found := find_transformers_model(model)) is not None:
+        return found
+    raise ConfigError(
+        f"packed sequences need a transformers model; {type(model).__name__} is none and contains none, "
+        f"build it from PreTrainedModel or with AutoModelForCausalLM"
+    )
+
+
+def find_transformers_model(model: nn.Module) -> PreTrainedModel | None:
+    """Return the model itself, or the transformers model that it wraps; None if there is none."""
+    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+
+
 def check_extra_inputs(model: nn.Module, names: Iterable[str]) -> None:
     """Raise ConfigError for further inputs that the model's ``forward`` does not name; ``**kwargs`` would drop them."""
     if missing := sorted(set(names) - inspect.signature(type(model).forward).parameters.keys()):

@@ -19,7 +19,8 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.runtime.forward.packed_attention import ATTENTION, ATTENTION_OF_PACKS
+from lightning_realloc.runtime.forward.attention.packable import ATTENTION
+from lightning_realloc.runtime.forward.attention.packed_attention import ATTENTION_OF_PACKS
 from lightning_realloc.runtime.model.structure import find_blocks
 
 

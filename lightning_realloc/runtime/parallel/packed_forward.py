@@ -17,10 +17,11 @@ from transformers import PreTrainedModel
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.limits import is_tiled
-from lightning_realloc.runtime.forward.packed_attention import packed_attention, transformers_model
+from lightning_realloc.runtime.forward.attention.packed_attention import packed_attention
 from lightning_realloc.runtime.forward.tiled_logits import deferred_head, select_rows
 from lightning_realloc.runtime.forward.token_group import join_slices, sum_values, token_group
 from lightning_realloc.runtime.forward.token_logprobs import TokenStatistics, collision_logprobs, selected_logprobs
+from lightning_realloc.runtime.model.structure import transformers_model
 from lightning_realloc.runtime.parallel.tensor_parallel import num_vocabulary_shards, vocab_parallel_output
 
 

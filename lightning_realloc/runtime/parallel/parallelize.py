@@ -16,12 +16,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import Layout, ModelLayout
+from lightning_realloc.runtime.forward.attention.packed_attention import install_packed_attention
 from lightning_realloc.runtime.forward.expert_parallel import divide_experts
-from lightning_realloc.runtime.forward.packed_attention import install_packed_attention, transformers_model
 from lightning_realloc.runtime.forward.peer_group import PeerGroup
 from lightning_realloc.runtime.forward.token_group import TokenGroup
 from lightning_realloc.runtime.model.stacked_experts import stacked_experts
-from lightning_realloc.runtime.model.structure import find_blocks
+from lightning_realloc.runtime.model.structure import find_blocks, transformers_model
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.stage import cut_stage
 from lightning_realloc.runtime.parallel.tensor_parallel import install_tensor_parallel, slice_parameters

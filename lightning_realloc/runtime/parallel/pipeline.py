@@ -25,10 +25,11 @@ from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.dataflow.pipeline_schedule import ScheduleName, StagePass, stage_passes
 from lightning_realloc.errors import LayoutError, PlanError
 from lightning_realloc.layout import ModelLayout
+from lightning_realloc.runtime.forward.attention.packed_attention import packed_attention
 from lightning_realloc.runtime.forward.deferred_weights import DeferredWeights
-from lightning_realloc.runtime.forward.packed_attention import packed_attention, transformers_model
 from lightning_realloc.runtime.forward.token_group import token_group
 from lightning_realloc.runtime.messages.objects import broadcast_object
+from lightning_realloc.runtime.model.structure import transformers_model
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.neighbour import Neighbour
 from lightning_realloc.runtime.parallel.shards import local_tensor

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_realloc.batch.training import TrainOptions, pack_columns
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.runtime.forward.packed_attention import install_packed_attention
+from lightning_realloc.runtime.forward.attention.packed_attention import install_packed_attention
 from lightning_realloc.runtime.model.training_mode import enable_activation_checkpointing, set_training_mode
 from lightning_realloc.runtime.parallel.compiled import compiled_blocks
 from lightning_realloc.runtime.parallel.packed_forward import token_logprobs

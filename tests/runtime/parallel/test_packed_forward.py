@@ -18,7 +18,8 @@ from lightning_realloc.batch.packing import PackedBatch, pack
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.runtime.forward.packed_attention import ATTENTION, check_segments, install_packed_attention
+from lightning_realloc.runtime.forward.attention.packable import ATTENTION
+from lightning_realloc.runtime.forward.attention.packed_attention import check_segments, install_packed_attention
 from lightning_realloc.runtime.parallel.packed_forward import packed_logits, token_logprobs
 from tests.models import FAMILIES, SIZES, tiny_model
 

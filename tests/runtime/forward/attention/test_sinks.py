@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_realloc.runtime.forward.sinks import AttendWithSinks, attend_with_sinks
+from lightning_realloc.runtime.forward.attention.sinks import AttendWithSinks, attend_with_sinks
 
 
 def naive(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor, scaling: float) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lightning_realloc.runtime.forward.sinks import AttendWithSinks
+from lightning_realloc.runtime.forward.attention.sinks import AttendWithSinks
 
 _MAX_HEAD_DIM = 256
 

@@ -1,0 +1,84 @@
+"""Attention inside each sequence of a packed row: all in one varlen call on CUDA, else runs of equal sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_realloc.runtime.forward.attention.segments import Segments
+from lightning_realloc.runtime.forward.attention.sinks import attend_with_sinks
+from lightning_realloc.runtime.forward.attention.varlen import attend_varlen, can_attend_varlen
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRules:
+    """Settings of a layer that turn products of queries and keys into weights."""
+
+    is_causal: bool
+    scaling: float | None
+    """Factor of the products; None: one over the square root of the head size."""
+    dropout: float
+    sliding_window: int | None
+    """Last tokens that each token sees, itself included; None: all."""
+    sinks: Tensor | None
+    """(H,) scores that join the softmax's denominator, without a value."""
+
+
+def attend_whole_rows(query: Tensor, key: Tensor, value: Tensor, segments: Segments, settings: ScoreRules) -> Tensor:
+    """Attend on whole rows: (1, H, N, D) -> (1, N, H, D)."""
+    is_plain = settings.is_causal and settings.dropout == 0.0 and not any(segments.shared)
+    if not is_plain or not can_attend_varlen(query, value):
+        return _attend_by_segment(query, key, value, segments, settings)
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    longest, scaling, window = max(segments.lengths), settings.scaling, settings.sliding_window
+    ends, sinks = segments.cu_seqlens, settings.sinks
+    return attend_varlen(q, k, v, ends, longest, scaling=scaling, window=window, sinks=sinks)[None]
+
+
+def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, settings: ScoreRules) -> Tensor:
+    """Attend to one run of equal segments at a time, as a batch."""
+    runs = segments.runs
+    # split, not slices: the backward of a slice fills a whole (N, ...) gradient with zeros, once per segment.
+    sizes = [run.count * run.length for run in runs]
+    by_run = zip(*(torch.split(tensor[0].transpose(0, 1), sizes) for tensor in (query, key, value)), runs, strict=True)
+    outputs: list[Tensor] = []
+    owner = key, value
+    for *packed, run in by_run:
+        # (count * length, H, D) -> (count, H, length, D)
+        q, k, v = (tensor.unflatten(0, (run.count, run.length)).transpose(1, 2) for tensor in packed)
+        if run.shared:
+            prompts = (held[:, :, : run.shared].expand(run.count, -1, -1, -1) for held in owner)
+            k, v = (torch.cat([prompt, own], dim=2) for prompt, own in zip(prompts, (k, v), strict=True))
+        else:
+            owner = k[-1:], v[-1:]
+        mask = _mask(q, k.shape[2], segments, settings)
+        is_causal = settings.is_causal and mask is None
+        attended = attend_with_sinks(
+            q, k, v, mask, settings.sinks, dropout=settings.dropout, is_causal=is_causal, scaling=settings.scaling
+        )
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs).unsqueeze(0)
+
+
+def _mask(query: Tensor, num_keys: int, segments: Segments, settings: ScoreRules) -> Tensor | None:
+    """Return the additive (queries, keys) mask, aligned at the end; None where `is_causal` suffices.
+
+    A sliding window covers the last ``sliding_window`` tokens, including the token itself.
+    """
+    num_queries, window = query.shape[2], settings.sliding_window
+    if window is not None and num_keys <= window:
+        window = None
+    if window is None and num_queries == num_keys:
+        return None
+    name = (num_queries, num_keys, window, query.dtype)
+    if name not in segments.masks:
+        first = num_keys - num_queries  # position of the first query among the keys
+        seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
+        if window is not None:
+            seen = seen.triu(first + 1 - window)
+        seen = seen.tril(first if settings.is_causal else first + (window or num_keys) - 1)
+        mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
+        segments.masks[name] = mask.masked_fill_(~seen, float("-inf"))
+    return segments.masks[name]
