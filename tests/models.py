@@ -89,7 +89,7 @@ SCORING_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gpt_oss": {**SIZES, "head_dim": 16, "sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granite_swa": {**SIZES, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
 }
-"""Families with soft caps (gemma2), which generate but do not train on packed sequences, or with attention sinks."""
+"""Families with soft caps (gemma2) or attention sinks."""
 UNEVEN_HEADS: Mapping[str, Mapping[str, Any]] = {
     f"{query}/{key_value}": {
         "num_attention_heads": query, "num_key_value_heads": key_value, "head_dim": 8, "hidden_size": 8 * query,

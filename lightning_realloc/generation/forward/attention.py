@@ -21,6 +21,7 @@ from lightning_realloc.generation.cache.kv_cache import StepPlaces
 from lightning_realloc.generation.core.model_config import OTHER_ENGINE
 from lightning_realloc.generation.forward.expert_records import ExpertRecords
 from lightning_realloc.generation.forward.packed_step import PackedStep, is_visible
+from lightning_realloc.runtime.forward.attention.soft_caps import capped
 from lightning_realloc.runtime.forward.attention.varlen import attend_varlen, can_attend_varlen
 from lightning_realloc.runtime.forward.routers import RoutedPass
 
@@ -66,8 +67,7 @@ class Scores:
             keys, values = (tensor.repeat_interleave(repeats, 1) for tensor in (keys, values))
         scores = (queries @ keys.transpose(-1, -2)).float()
         scores = scores * (queries.shape[-1] ** -0.5 if self.scaling is None else self.scaling)
-        if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
+        scores = capped(scores, self.softcap)
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
         if self.sinks is not None:
             batch, heads, rows, _ = scores.shape
@@ -119,9 +119,7 @@ class Tile:
             total = torch.ones_like(total)
         output = by_group.new_zeros(*by_group.shape[:3], values.shape[-1])
         for (places, _), hidden in zip(self.blocks, self._hidden_positions(window), strict=True):
-            own = by_group @ keys[places].permute(0, 2, 3, 1).to(exact)
-            if scores.softcap is not None:
-                own = scores.softcap * torch.tanh(own / scores.softcap)
+            own = capped(by_group @ keys[places].permute(0, 2, 3, 1).to(exact), scores.softcap)
             own = own.masked_fill(hidden, float("-inf"))
             raised = torch.maximum(highest, own.amax(-1, keepdim=True))
             shift = raised.masked_fill(raised == float("-inf"), 0.0)  # nothing was visible yet

@@ -104,7 +104,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "bias": lambda: a_model("phi"),
     "scale": lambda: a_model("cohere", logit_scale=0.3),
     "divisor": lambda: a_model("granite", logits_scaling=3.0),
-    "soft cap": lambda: a_model("gemma2", final_logit_softcapping=0.5, attn_logit_softcapping=None),
+    "soft cap": lambda: a_model("gemma2", final_logit_softcapping=0.5),
     "other name": lambda: a_model("gpt_neox"),
     "adapters": lambda: with_adapters(a_model()),
     "frozen": lambda: a_model().requires_grad_(False),

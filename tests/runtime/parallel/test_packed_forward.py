@@ -19,7 +19,11 @@ from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.forward.attention.packable import ATTENTION
-from lightning_realloc.runtime.forward.attention.packed_attention import check_segments, install_packed_attention
+from lightning_realloc.runtime.forward.attention.packed_attention import (
+    check_segments,
+    install_packed_attention,
+    segment_attention,
+)
 from lightning_realloc.runtime.parallel.packed_forward import packed_logits, token_logprobs
 from tests.models import FAMILIES, SIZES, tiny_model
 
@@ -34,6 +38,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_oss, sinks and one sliding layer": ("gpt_oss", {"sliding_window": 4}),
     "granite_swa, sinks and one sliding layer": ("granite_swa", {}),
+    "gemma2, soft caps and one sliding layer": ("gemma2", {"sliding_window": 4}),
 }
 PROMPT_LENGTHS, RESPONSE_LENGTHS = (3, 1, 5, 2), (4, 2, 6, 1)
 
@@ -155,7 +160,7 @@ def test_recomputed_activations_give_the_same_gradients() -> None:
 
 
 def test_forward_passes_that_are_not_packed_work_as_before() -> None:
-    for family in ("mistral", "gpt_oss"):
+    for family in ("mistral", "gpt_oss", "gemma2"):
         model = tiny_model(family, sliding_window=4)
         ids, mask = torch.randint(3, 128, (2, 9)), torch.ones(2, 9, dtype=torch.int64)
         mask[1, :4] = 0
@@ -267,11 +272,10 @@ def test_rotary_embeddings_that_depend_on_the_longest_sequence_are_refused(kind:
             torch.testing.assert_close(token_logprobs(model, packed).logprobs, expected, atol=1e-5, rtol=0)
 
 
-def test_attention_with_capped_scores_is_refused() -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
-    model = _model("gemma2", num_attention_heads=2, num_key_value_heads=1, **sizes)
-    with pytest.raises(ConfigError, match=r"its attention caps scores \(attn_logit_softcapping=50\.0\)"):
-        packed_logits(model, _packed())
+def test_attention_with_both_sinks_and_capped_scores_is_refused() -> None:
+    states = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(ConfigError, match=r"Identity attends with sinks and with scores capped at 50\.0"):
+        segment_attention(torch.nn.Identity(), states, states, states, None, s_aux=torch.zeros(2), softcap=50.0)
 
 
 def test_a_head_is_refused_if_it_scores_rows_and_accepted_if_it_scores_tokens() -> None:

@@ -34,7 +34,7 @@ from tests.runtime.reference import Case, local_part
 from tests.workers import WorkerPool
 
 UNEVEN = {"vocab_size": 131}
-CAPPED = {"final_logit_softcapping": 0.5, "attn_logit_softcapping": None, **UNEVEN}
+CAPPED = {"final_logit_softcapping": 0.5, **UNEVEN}
 CASES = {
     "uneven": Case("llama", "tp2@0-1", UNEVEN),
     "tied, double precision": Case("qwen2", "tp2@3,2", UNEVEN, dtype=torch.float64),

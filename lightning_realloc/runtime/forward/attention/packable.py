@@ -37,7 +37,7 @@ def refuse_unpackable(model: PreTrainedModel) -> None:
         raise ConfigError(f"{name} cannot run: {'; '.join(failing)}")
     # Position ids and keyword arguments reach the layers through the base model in most classes' heads.
     parameters = inspect.signature(type(model.base_model).forward).parameters
-    text, kinds = model.config.get_text_config(), layer_types(model)
+    kinds = layer_types(model)
     reason = None
     if not model._supports_attention_backend:
         reason = "its attention cannot be replaced (no _supports_attention_backend)"
@@ -51,8 +51,6 @@ def refuse_unpackable(model: PreTrainedModel) -> None:
         reason = "it carries a recurrent state from token to token, past the end of a sequence"
     elif model.config.is_encoder_decoder:
         reason = "it is an encoder-decoder"
-    elif getattr(text, "attn_logit_softcapping", None) is not None:
-        reason = f"its attention caps scores (attn_logit_softcapping={text.attn_logit_softcapping})"
     elif counts_positions_by_padding(model):
         reason = "it counts positions from the one after its padding token, and packs count from 0"
     if reason is not None:

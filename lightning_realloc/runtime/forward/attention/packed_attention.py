@@ -26,9 +26,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.forward.attention.packable import ATTENTION, refuse_mixed_rotations, refuse_unpackable
-from lightning_realloc.runtime.forward.attention.segment_scores import ScoreRules, attend_whole_rows
+from lightning_realloc.runtime.forward.attention.query_blocks import ScoreRules
+from lightning_realloc.runtime.forward.attention.segment_scores import attend_whole_rows
 from lightning_realloc.runtime.forward.attention.segments import Segments
-from lightning_realloc.runtime.forward.attention.sinks import attend_with_sinks
 from lightning_realloc.runtime.forward.attention.token_exchange import own_tokens, whole_rows
 from lightning_realloc.runtime.forward.routers import routing_arguments
 from lightning_realloc.runtime.forward.token_group import refuse_undivided, token_group
@@ -44,7 +44,7 @@ from lightning_realloc.runtime.model.structure import (
 _log = logging.getLogger(__name__)
 ATTENTION_OF_PACKS = "realloc_segments"
 """Its name during the forward of a pack, for which there is no mask."""
-_UNSUPPORTED_OPTIONS = ("softcap", "position_bias", "cache")
+_UNSUPPORTED_OPTIONS = ("position_bias", "cache")
 _UNKNOWN_WINDOW = -1
 _in_packed_forward: ContextVar[bool] = ContextVar("in_packed_forward", default=False)
 
@@ -144,25 +144,29 @@ def segment_attention(
     sliding_window: int | None = _UNKNOWN_WINDOW,
     packed_segments: Segments | None = None,
     s_aux: Tensor | None = None,
+    softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attend inside each segment: query (1, H, N, D), key and value (1, H_kv, N, D) -> (1, N, H, D).
 
-    ``s_aux`` are transformers' (H,) attention sinks.
+    ``s_aux`` are transformers' (H,) attention sinks, and ``softcap`` its bound of scores.
     """
+    if softcap is not None and s_aux is not None:
+        raise ConfigError(
+            f"{type(module).__name__} attends with sinks and with scores capped at {softcap}, and packed attention "
+            f"computes one of both; use another model"
+        )
     if packed_segments is None:
         if _in_packed_forward.get():
             raise ConfigError(
                 f"{type(module).__name__} got packed sequences without their segments, so they would see each other: "
                 f"its model does not pass keyword arguments on; use another model class"
             )
-        if s_aux is not None:  # which transformers' function would ignore
+        if s_aux is not None or softcap is not None:  # which transformers' function would ignore
             if is_causal is None:
                 is_causal = attention_mask is None and query.shape[2] > 1 and getattr(module, "is_causal", True)
-            attended = attend_with_sinks(
-                query, key, value, attention_mask, s_aux, dropout=dropout, is_causal=is_causal, scaling=scaling
-            )
-            return attended.transpose(1, 2).contiguous(), None
+            rules = ScoreRules(is_causal, scaling, dropout, None, s_aux, softcap)
+            return rules.attend(query, key, value, attention_mask).transpose(1, 2).contiguous(), None
         window = None if sliding_window == _UNKNOWN_WINDOW else sliding_window
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, sliding_window=window, **options
@@ -177,15 +181,15 @@ def segment_attention(
             f"{type(module).__name__} attends to later tokens, so its prompt states depend on the response and "
             f"responses cannot share them; set share_prompts=False on the algorithm"
         )
-    settings = ScoreRules(is_causal, scaling, dropout, sliding_window, s_aux)
+    rules = ScoreRules(is_causal, scaling, dropout, sliding_window, s_aux, softcap)
     tokens = packed_segments.tokens
     if tokens is None:
-        return attend_whole_rows(query, key, value, packed_segments, settings), None
+        return attend_whole_rows(query, key, value, packed_segments, rules), None
     size, heads = sum(packed_segments.lengths), query.shape[1]
     query, key, value = (whole_rows(states, tokens, size, num_queries=heads) for states in (query, key, value))
     if s_aux is not None:
-        settings = replace(settings, sinks=s_aux.chunk(tokens.size)[tokens.index])
-    return own_tokens(attend_whole_rows(query, key, value, packed_segments, settings), tokens), None
+        rules = replace(rules, sinks=s_aux.chunk(tokens.size)[tokens.index])
+    return own_tokens(attend_whole_rows(query, key, value, packed_segments, rules), tokens), None
 
 
 def _refuse_other_scores(module: nn.Module, attention_mask: Tensor | None, options: Mapping[str, Any]) -> None:

@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from lightning_realloc.runtime.forward.attention.query_blocks import ScoreRules, attend_in_blocks
 from lightning_realloc.runtime.forward.attention.segments import Segments
-from lightning_realloc.runtime.forward.attention.sinks import attend_with_sinks
 from lightning_realloc.runtime.forward.attention.varlen import attend_varlen, can_attend_varlen
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreRules:
-    """Settings of a layer that turn products of queries and keys into weights."""
-
-    is_causal: bool
-    scaling: float | None
-    """Factor of the products; None: one over the square root of the head size."""
-    dropout: float
-    sliding_window: int | None
-    """Last tokens that each token sees, itself included; None: all."""
-    sinks: Tensor | None
-    """(H,) scores that join the softmax's denominator, without a value."""
-
-
-def attend_whole_rows(query: Tensor, key: Tensor, value: Tensor, segments: Segments, settings: ScoreRules) -> Tensor:
+def attend_whole_rows(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rules: ScoreRules) -> Tensor:
     """Attend on whole rows: (1, H, N, D) -> (1, N, H, D)."""
-    is_plain = settings.is_causal and settings.dropout == 0.0 and not any(segments.shared)
-    if not is_plain or not can_attend_varlen(query, value):
-        return _attend_by_segment(query, key, value, segments, settings)
+    if any(segments.shared) or not _can_attend_varlen(query, value, rules):
+        return _attend_by_segment(query, key, value, segments, rules)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    longest, scaling, window = max(segments.lengths), settings.scaling, settings.sliding_window
-    ends, sinks = segments.cu_seqlens, settings.sinks
+    longest, scaling, window = max(segments.lengths), rules.scaling, rules.sliding_window
+    ends, sinks = segments.cu_seqlens, rules.sinks
     return attend_varlen(q, k, v, ends, longest, scaling=scaling, window=window, sinks=sinks)[None]
 
 
-def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, settings: ScoreRules) -> Tensor:
+def _can_attend_varlen(query: Tensor, value: Tensor, rules: ScoreRules) -> bool:
+    is_plain = rules.is_causal and rules.dropout == 0.0 and rules.softcap is None
+    return is_plain and can_attend_varlen(query, value)
+
+
+def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rules: ScoreRules) -> Tensor:
     """Attend to one run of equal segments at a time, as a batch."""
     runs = segments.runs
     # split, not slices: the backward of a slice fills a whole (N, ...) gradient with zeros, once per segment.
@@ -53,21 +41,24 @@ def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segm
             k, v = (torch.cat([prompt, own], dim=2) for prompt, own in zip(prompts, (k, v), strict=True))
         else:
             owner = k[-1:], v[-1:]
-        mask = _mask(q, k.shape[2], segments, settings)
-        is_causal = settings.is_causal and mask is None
-        attended = attend_with_sinks(
-            q, k, v, mask, settings.sinks, dropout=settings.dropout, is_causal=is_causal, scaling=settings.scaling
-        )
+        attended = _attend_run(q, k, v, segments, rules)
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).unsqueeze(0)
 
 
-def _mask(query: Tensor, num_keys: int, segments: Segments, settings: ScoreRules) -> Tensor | None:
+def _attend_run(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rules: ScoreRules) -> Tensor:
+    """Attend from the last tokens (B, H, T, D) of sequences to all of them, (B, H_kv, S, D) -> (B, H, T, D)."""
+    if rules.softcap is not None:
+        return attend_in_blocks(query, key, value, key.shape[2] - query.shape[2], rules)
+    return rules.attend(query, key, value, _mask(query, key.shape[2], segments, rules))
+
+
+def _mask(query: Tensor, num_keys: int, segments: Segments, rules: ScoreRules) -> Tensor | None:
     """Return the additive (queries, keys) mask, aligned at the end; None where `is_causal` suffices.
 
     A sliding window covers the last ``sliding_window`` tokens, including the token itself.
     """
-    num_queries, window = query.shape[2], settings.sliding_window
+    num_queries, window = query.shape[2], rules.sliding_window
     if window is not None and num_keys <= window:
         window = None
     if window is None and num_queries == num_keys:
@@ -78,7 +69,7 @@ def _mask(query: Tensor, num_keys: int, segments: Segments, settings: ScoreRules
         seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
         if window is not None:
             seen = seen.triu(first + 1 - window)
-        seen = seen.tril(first if settings.is_causal else first + (window or num_keys) - 1)
+        seen = seen.tril(first if rules.is_causal else first + (window or num_keys) - 1)
         mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
         segments.masks[name] = mask.masked_fill_(~seen, float("-inf"))
     return segments.masks[name]
