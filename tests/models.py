@@ -70,7 +70,7 @@ EXPERT_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "mixtral": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {**SIZES, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
 }
-"""Mixtures of experts. They run only without tensor parallelism."""
+"""Mixtures of experts."""
 FURTHER_EXPERT_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "olmoe": {**SIZES, "num_experts": 4, "num_experts_per_tok": 2},
     "glm4_moe": {

@@ -105,7 +105,7 @@ class ExpertFsdpCut(FsdpCut):
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelCut(Cut):
-    """Tensor parallelism's cut: chunks, or shares of whole units (attention heads)."""
+    """Tensor parallelism's cut: chunks, or shares of whole units (attention heads, some features of experts)."""
 
     axes = Layout.tensor_axes
     num_units: int | None = None
@@ -174,12 +174,15 @@ class TensorParallelCut(Cut):
         if len(units) > 1:
             if all(n % count == 0 or (self._replicates(n) and count % n == 0) for n in units):
                 return None
-            return f"tp={count} must divide the heads of the blocks that are fused along dim {self.dim} {tuple(units)}"
+            return (
+                f"tp={count} must divide the heads or units of the blocks that are fused along dim {self.dim} "
+                f"{tuple(units)}"
+            )
         if all(count <= n or self._replicates(n) for n in units):
             return None
         return (
-            f"tp={count} must not exceed the number of heads along dim {self.dim} ({units[0]}), so that every rank "
-            "gets one"
+            f"tp={count} must not exceed the number of heads or units along dim {self.dim} ({units[0]}), so that "
+            "every rank gets one"
         )
 
     def split(self, held: Intervals, count: int, index: int) -> Intervals:

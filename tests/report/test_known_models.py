@@ -107,11 +107,13 @@ def test_a_shape_is_that_of_the_family_with_these_properties(
 def test_some_blocks_may_be_dense_and_experts_may_be_shared() -> None:
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     _, shape = describe("qwen3_moe", mlp_only_layers=[1], **sizes)
-    assert shape.experts == Experts(count=4, per_token=2, features=32, num_dense_blocks=1)
+    assert shape.experts == Experts(count=4, per_token=2, features=32, num_dense_blocks=1, are_cut=True)
     _, shape = describe("qwen2_moe", shared_expert_intermediate_size=48, **sizes)
-    assert shape.experts == Experts(count=4, per_token=2, features=32, shared_features=48)
+    assert shape.experts == Experts(count=4, per_token=2, features=32, shared_features=48, are_cut=True)
     _, shape = describe("glm4_moe", n_routed_experts=4, n_shared_experts=3, first_k_dense_replace=1, **sizes)
-    assert shape.experts == Experts(count=4, per_token=2, features=32, shared_features=96, num_dense_blocks=1)
+    assert shape.experts == Experts(
+        count=4, per_token=2, features=32, shared_features=96, num_dense_blocks=1, are_cut=True
+    )
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4, 8])

@@ -242,9 +242,7 @@ def test_mixtures_of_experts_are_planned_if_their_config_describes_them(
         model = str(tmp_path) if change else f"{TINY},experts=8,experts_per_token=2"
         text = ask(capsys, "--actor", model, "--reference", TINY, *SMALL)
         answers.append(float(re.search(r"^([0-9.]+) s an iteration", text, re.M)[1]))
-        plan = re.search(r"\n  actor.generate .*\n  actor.train .*\n", text)
-        assert plan is not None and "tp" not in plan[0]
-        assert "No tensor parallelism in actor: their" in text
+        assert "No tensor parallelism" not in text
         assert "the error is unknown: estimates for mixtures of experts were never compared with measurements" in text
     assert answers[0] == answers[2] < answers[1]
 

@@ -21,6 +21,8 @@ PLANS = (
     calls(actor_train="pp2.fsdp2.ep2", actor_generate="dp2.fsdp2.ep2@3,1,2,0", reference_infer="pp2.dp2.ep2"),
     calls(actor_train="dp4.ep4", actor_generate="pp2.dp2.ep2", reference_infer="fsdp2@1,3"),
     calls(actor_train="fsdp2.cp2.ep2", actor_generate="dp2.ep2@0-1", reference_infer="dp2@2-3"),
+    calls(actor_train="fsdp2.tp2.ep2", actor_generate="dp2.tp2@3,1,2,0", reference_infer="dp4.ep4"),
+    calls(actor_train="pp2.tp2", actor_generate="dp2.tp2.ep2", reference_infer="cp2.tp2"),
 )
 
 
@@ -38,7 +40,7 @@ def _train(family: str, plans: Sequence[Any], precision: str = "32-true") -> lis
 
 @pytest.mark.parametrize(
     ("family", "number"),
-    matrix([(family, n) for family in ("mixtral", "qwen3_moe", "gpt_oss") for n in range(len(PLANS))], ("mixtral", 0)),
+    matrix([(family, n) for family in ("mixtral", "qwen3_moe", "gpt_oss") for n in range(len(PLANS))], ("gpt_oss", 5)),
 )
 def test_every_plan_gives_the_results_of_one_rank(workers: WorkerPool, family: str, number: int) -> None:
     ((alone,),) = workers.run(_train, family, ["heuristic"], world_size=1, init_process_group=False)

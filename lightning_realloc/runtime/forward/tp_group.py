@@ -101,6 +101,14 @@ def sum_from_ranks(tensor: Tensor, group: TensorParallelGroup) -> Tensor:
     return cast(Tensor, SumOverRanks.apply(tensor, group))
 
 
+def on_first_rank(tensor: Tensor, group: TensorParallelGroup) -> Tensor:
+    """Return ``tensor`` on the first rank and zeros on the others, for partial results that add it once.
+
+    Each rank gets the gradient of the sum, as for a replicated tensor that is added to it.
+    """
+    return cast(Tensor, _OnFirstRank.apply(tensor, group))
+
+
 def gather_last_dim(tensor: Tensor, group: TensorParallelGroup, width: int) -> Tensor:
     """Concatenate the ranks' slices of the last dim, of total size ``width``; each rank gets its slice's gradient.
 
@@ -135,6 +143,16 @@ class _SumGradient(torch.autograd.Function):
         if ctx.count == group.size:
             return group.sum(gradient), None, None, None
         return group.gather(gradient)[ctx.first : ctx.first + ctx.count].sum(0), None, None, None
+
+
+class _OnFirstRank(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: TensorParallelGroup) -> Tensor:
+        return tensor.view_as(tensor) if group.index == 0 else torch.zeros_like(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0], None
 
 
 class _GatherLastDim(torch.autograd.Function):

@@ -61,8 +61,7 @@ def parallelize(
             f"mixed_precision is applied by FSDP, which this model in layout {layout} does not use; "
             "pass None and run the model under torch.autocast"
         )
-    is_cut = tensor_parallelize(model, layout, meshes, tp_plan=tp_plan)
-    is_cut |= expert_parallelize(model, layout, meshes)
+    is_cut = divide_modules(model, layout, meshes, tp_plan=tp_plan)
     context_parallelize(model, layout, meshes)
     if layout.dims.pp > 1:
         cut_stage(model, model_layout, meshes.rank)
@@ -88,13 +87,25 @@ def _wrap(model: nn.Module, layout: Layout, meshes: MeshRegistry, policy: MixedP
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def tensor_parallelize(
+def divide_modules(
     model: nn.Module, layout: Layout, meshes: MeshRegistry, *, tp_plan: Mapping[str, str] | None = None
 ) -> bool:
-    """Make the modules of ``model`` work on slices of their parameters; return False if the layout has tp=1.
+    """Make the modules of ``model`` work on this rank's slices of their parameters, along ``ep`` and ``tp``.
 
-    Collective over the tensor-parallel ranks. On CPU without gradients, ranks sum activations in shared memory: over
-    sockets, two sums of a few kilobytes per layer and token would take longer than the layers.
+    Returns whether the layout has such an axis. Collective over the tensor-parallel ranks.
+    """
+    # In this order, tensor-parallel ranks sum the outputs of experts after these came home and were added up.
+    is_cut = _expert_parallelize(model, layout, meshes)
+    return _tensor_parallelize(model, layout, meshes, tp_plan) or is_cut
+
+
+def _tensor_parallelize(
+    model: nn.Module, layout: Layout, meshes: MeshRegistry, tp_plan: Mapping[str, str] | None
+) -> bool:
+    """Make modules run on slices of their parameters; return False if the layout has tp=1.
+
+    On CPU without gradients, ranks sum activations in shared memory: over sockets, two sums of a few kilobytes per
+    layer and token would take longer than the layers.
     """
     group = meshes.tensor_group(layout)
     if group is None:
@@ -105,7 +116,7 @@ def tensor_parallelize(
     return True
 
 
-def expert_parallelize(model: nn.Module, layout: Layout, meshes: MeshRegistry) -> bool:
+def _expert_parallelize(model: nn.Module, layout: Layout, meshes: MeshRegistry) -> bool:
     """Make stacked experts run on this rank's share of them; return False if the layout has ep=1."""
     group = meshes.group(layout, *layout.expert_axes)
     if group is None:

@@ -10,7 +10,7 @@ DTensor was measured to be three times slower in training and in decoding, and c
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -25,13 +25,16 @@ from lightning_realloc.runtime.forward.tp_group import (
     TensorParallelGroup,
     copy_to_ranks,
     gather_last_dim,
+    on_first_rank,
     split_last_dim,
     sum_from_ranks,
     sum_gradient_over,
 )
 from lightning_realloc.runtime.forward.vocab_parallel_logits import VocabParallelLogits
+from lightning_realloc.runtime.model.stacked_experts import OUTPUT_BIAS
 from lightning_realloc.runtime.model.structure import combined_class, find_blocks, replace_parameter, tied_names
 from lightning_realloc.runtime.parallel.tp_plan import (
+    EXPERTS,
     PARTIAL_GRADIENT,
     REPLICATE,
     ROWWISE,
@@ -227,6 +230,22 @@ class _PartialGradientModule(_TensorParallelModule):
             return super().forward(*args, **kwargs)
 
 
+class _FeatureCutExperts(_TensorParallelModule):
+    """Stacked experts that hold a slice of each expert's intermediate features; the input is replicated.
+
+    Outputs are weighted and added over experts first, so that ranks sum as many features as one expert has.
+    """
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        states = copy_to_ranks(hidden_states, self.tp_group)
+        # Each rank's output gives only a part of the gradient of the router's weights.
+        if torch.is_grad_enabled() and top_k_weights.requires_grad:
+            top_k_weights = sum_gradient_over(top_k_weights, self.tp_group, 0, self.tp_group.size)
+        with _used_through(self, [OUTPUT_BIAS], lambda bias: on_first_rank(bias, self.tp_group)):
+            partial = super().forward(states, top_k_index, top_k_weights)
+        return sum_from_ranks(partial, self.tp_group)
+
+
 _CLASS_BY_STYLE: dict[str, type[_TensorParallelModule]] = {
     "colwise": _ColwiseLinear,
     "packed_colwise": _ColwiseLinear,
@@ -237,6 +256,7 @@ _CLASS_BY_STYLE: dict[str, type[_TensorParallelModule]] = {
     "embedding_rowwise": _VocabularyEmbedding,
     "embedding_colwise": _FeatureEmbedding,
     PARTIAL_GRADIENT: _PartialGradientModule,
+    EXPERTS: _FeatureCutExperts,
 }
 
 
@@ -246,14 +266,18 @@ def _gradients_summed(module: nn.Module, group: TensorParallelGroup, first: int,
 
     The sum is part of the graph instead of a parameter hook, so it is correct with gradient accumulation and FSDP.
     """
-    parameters: dict[str, Any] = module._parameters
-    own = {name: parameter for name, parameter in parameters.items() if parameter is not None}
-    if not (torch.is_grad_enabled() and any(parameter.requires_grad for parameter in own.values())):
+    own = module.named_parameters(recurse=False) if torch.is_grad_enabled() else ()
+    trained = [name for name, parameter in own if parameter.requires_grad]
+    with _used_through(module, trained, lambda parameter: sum_gradient_over(parameter, group, first, count)):
         yield
-        return
-    for name, parameter in own.items():
-        if parameter.requires_grad:
-            parameters[name] = sum_gradient_over(parameter, group, first, count)
+
+
+@contextlib.contextmanager
+def _used_through(module: nn.Module, names: Sequence[str], function: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Make the module's forward use those of its parameters that it has of these names through a function."""
+    parameters: dict[str, Any] = module._parameters
+    own = {name: parameters[name] for name in names if parameters.get(name) is not None}
+    parameters.update({name: function(parameter) for name, parameter in own.items()})
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ from torch import nn
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import TensorParallelCut, group_bounds, head_bounds
 from lightning_realloc.runtime.model.quantized import quantized_layers
+from lightning_realloc.runtime.model.stacked_experts import feature_cuts, stacked_experts
 from lightning_realloc.runtime.model.structure import find_blocks, tied_names
 
 COLWISE = ("colwise", "colwise_gather_output", "packed_colwise")
@@ -26,11 +27,14 @@ EMBEDDING = ("embedding_rowwise", "embedding_colwise")
 PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 REPLICATE = "replicate"
 UNCUT = (PARTIAL_GRADIENT, REPLICATE)
-STYLES = (*COLWISE, *ROWWISE, *EMBEDDING, PARTIAL_GRADIENT, REPLICATE)
+EXPERTS = "moe_tp_experts"
+STYLES = (*COLWISE, *ROWWISE, *EMBEDDING, EXPERTS, PARTIAL_GRADIENT, REPLICATE)
 """Supported styles, by transformers' names."""
 
 _SINKS = "sinks"
 """Name that transformers gives to the scores of attention sinks, one for each query head. They follow the heads."""
+_PLAN_OF_ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+"""Styles of attention's projections in a mixture whose own plan leaves out its blocks, such as gpt-oss."""
 _SYNONYMS = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 _ATTENTION_ATTRIBUTES = ("num_key_value_groups", "head_dim", "head_size")
 _PEFT_PREFIX, _PEFT_SUFFIX = "base_model.model.", ".base_layer"
@@ -71,7 +75,7 @@ class TensorParallelPlan:
 
 
 def read_tp_plan(model: nn.Module, tp_plan: Mapping[str, str] | None = None) -> TensorParallelPlan:
-    """Resolve the model's own plan, overridden by the entries of ``tp_plan``.
+    """Resolve the model's own plan, overridden by the entries of ``tp_plan``. Stacked experts are cut without an entry.
 
     ``tp_plan`` maps module names, with ``*`` for a layer number, to styles; "replicate" removes an entry. If the plan
     cannot be applied, ``refusal`` says why. Raises LayoutError if ``tp_plan`` names modules that do not exist.
@@ -82,10 +86,7 @@ def read_tp_plan(model: nn.Module, tp_plan: Mapping[str, str] | None = None) -> 
             f"tp_plan names {unknown}, which match no module of {type(model).__name__}; "
             'write module names with "*" for layer numbers, such as "model.layers.*.mlp.up_proj"'
         )
-    # Transformers' own plans have entries for modules that only some variants of a model have.
-    own = getattr(model, "tp_plan", None) or {}
-    patterns = {key: style for key, style in own.items() if key in known and not _is_of_sinks(key, style)}
-    patterns.update(tp_plan or {})
+    patterns = {**_own_patterns(model, known), **(tp_plan or {})}
     if quantized_layers(model):
         refusal = "its 4-bit weights are packed in blocks, which a cut would break"
         return TensorParallelPlan({}, {}, {}, refusal=refusal)
@@ -109,6 +110,21 @@ def count_heads(model: nn.Module, plan: TensorParallelPlan) -> tuple[tuple[int, 
 def with_wildcards(name: str) -> str:
     """Replace the layer numbers in a dotted name by ``*``, as in the keys of a plan."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _own_patterns(model: nn.Module, known: set[str]) -> dict[str, str]:
+    """Return the entries of the model's own plan that apply to it, with our style for its stacked experts."""
+    experts = stacked_experts(model)
+    own = dict(getattr(model, "tp_plan", None) or {})
+    if experts and not any("*" in key for key in own):  # none for blocks
+        keys = {_spellings(name)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        own |= {key: style for key in sorted(keys) if (style := _PLAN_OF_ATTENTION.get(key.rpartition(".")[2]))}
+    weights = {
+        _spellings(f"{name}.{inner}")[-1] for name, module in experts.items() for inner, _ in module.named_parameters()
+    }
+    # Transformers' own plans have entries for modules that only some variants of a model have.
+    found = {key: style for key, style in own.items() if key in known - weights and not _is_of_sinks(key, style)}
+    return found | {_spellings(name)[-1]: EXPERTS for name in experts}
 
 
 def _is_of_sinks(key: str, style: str) -> bool:
@@ -182,6 +198,9 @@ def _plan_for(model: nn.Module, styles: dict[str, str]) -> TensorParallelPlan:
     attention: dict[str, AttentionHeads] = {}
     for name, style in styles.items():
         module = model.get_submodule(name)
+        if style == EXPERTS:
+            cuts |= {f"{name}.{inner}": cut for inner, cut in feature_cuts(module, name).items()}
+            continue
         _check_module(module, name, style)
         heads = None
         if style in ("colwise", "rowwise") and (found := _find_attention(model, name)) is not None:

@@ -27,12 +27,7 @@ from lightning_realloc.runtime.measure.offload import OffloadCopier, make_copier
 from lightning_realloc.runtime.model.training_mode import set_training_mode
 from lightning_realloc.runtime.parallel.compiled import compiled_blocks
 from lightning_realloc.runtime.parallel.model_spec import describe_model
-from lightning_realloc.runtime.parallel.parallelize import (
-    expert_parallelize,
-    needs_fsdp,
-    parallelize,
-    tensor_parallelize,
-)
+from lightning_realloc.runtime.parallel.parallelize import divide_modules, needs_fsdp, parallelize
 from lightning_realloc.runtime.parallel.shards import local_tensors
 from lightning_realloc.runtime.parallel.tensor_parallel import slice_parameters
 from lightning_realloc.runtime.transfer.agreement import TransportName
@@ -329,8 +324,7 @@ class Profiler:
         target = _layout_of(subject, model, layout)
         if needs_fsdp(model, layout):
             return parallelize(model, target, machine.meshes, tp_plan=subject.tp_plan)
-        is_cut = tensor_parallelize(model, layout, machine.meshes, tp_plan=subject.tp_plan)
-        if expert_parallelize(model, layout, machine.meshes) or is_cut:
+        if divide_modules(model, layout, machine.meshes, tp_plan=subject.tp_plan):
             slice_parameters(model, target, options.facts.rank)
         return model
 

@@ -20,9 +20,8 @@ from lightning_realloc.runtime.model.structure import tied_names
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.parallelize import (
     context_parallelize,
-    expert_parallelize,
+    divide_modules,
     parallelize,
-    tensor_parallelize,
 )
 from lightning_realloc.runtime.parallel.shards import (
     allocate_weights,
@@ -130,8 +129,7 @@ def prepare_copy(
         parallelize(model, target, meshes, tp_plan=tp_plan)
         allocate_weights(model, options.facts.device)
         return model
-    tensor_parallelize(model, target.layout, meshes, tp_plan=tp_plan)
-    expert_parallelize(model, target.layout, meshes)
+    divide_modules(model, target.layout, meshes, tp_plan=tp_plan)
     context_parallelize(model, target.layout, meshes)
     if target.layout.dims.pp > 1:
         cut_stage(model, target, options.facts.rank)

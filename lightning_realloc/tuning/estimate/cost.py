@@ -289,8 +289,9 @@ class CallCost:
 
     # ---- communication
     def _exchange(self, tokens: float) -> float:
-        """Return the time of a block's two all-reduces of hidden states; its backward pass has two as well.
+        """Return the time of a block's two all-reduces of hidden states, and of one for shared experts.
 
+        Its backward pass has as many.
         Context-parallel ranks exchange queries, keys, values and outputs of attention. Expert-parallel ranks exchange
         the hidden state of each expert of a token, and its output.
         """
@@ -301,7 +302,8 @@ class CallCost:
         if shape.experts is None:
             return seconds
         routed = 2 * self.links.all_to_all(shape.experts.per_token * hidden, self.place.ep)
-        return seconds + shape.experts.mean_over_blocks(shape.num_layers, routed, 0.0)
+        shared = self.links.all_reduce(hidden, tp) if shape.experts.shared_features else 0.0
+        return seconds + shape.experts.mean_over_blocks(shape.num_layers, routed + shared, 0.0)
 
     def _join_sums(self, rows: float) -> float:
         """Return the time to exchange three fp32 numbers per token, from which tensor-parallel ranks get logprobs."""

@@ -11,7 +11,7 @@ from lightning_realloc.generation import GenerationEngine, SamplingParams, Specu
 from lightning_realloc.generation.loop.run import GenerationStats
 from tests.generation.staged.staged_ranks import LAYERS, answer_in_words, generate_staged
 from tests.matrices import matrix
-from tests.models import EXPERT_FAMILIES, tiny_model
+from tests.models import tiny_model
 from tests.workers import WorkerPool
 
 PROMPTS = [[5, 9, 17, 3], [8] * 11, [40], [7, 7, 90, 4, 4, 4], [101, 33], [61, 2, 5]]
@@ -61,5 +61,4 @@ def test_groups_share_a_bound_on_bytes_and_samples_that_lose_their_pages_are_rea
 
 @pytest.mark.parametrize("family", matrix(["llama", "qwen3", "gemma2", "gpt_oss", "mixtral"], "llama"))
 def test_stages_generate_the_tokens_of_one_rank(workers: WorkerPool, family: str) -> None:
-    layouts = [text for text in LAYOUTS if "tp" not in text or family not in EXPERT_FAMILIES]
-    check_as_alone(workers, family, layouts, {"params": SAMPLED}, max_slots=5)
+    check_as_alone(workers, family, LAYOUTS, {"params": SAMPLED}, max_slots=5)

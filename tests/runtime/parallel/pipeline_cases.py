@@ -89,7 +89,7 @@ def _packed(lengths: tuple[int, ...], generator: torch.Generator) -> PackedBatch
 
 
 def move_weights_between_layouts(
-    family: str, pairs: list[tuple[str, str]], tp_plan: Mapping[str, str] | None = None
+    family: str, pairs: list[tuple[str, str]], overrides: Mapping[str, Any] | None = None
 ) -> list[str]:
     """Reallocate a tied model's weights to another layout and back; return the tensors that are not bitwise equal."""
     meshes, rank = MeshRegistry("cpu"), dist.get_rank()
@@ -99,13 +99,13 @@ def move_weights_between_layouts(
         "transport": "direct",
     }  # fmt: skip
     found = []
-    whole = Case(family, "pp2", {"tie_word_embeddings": True}, num_layers=4).build()
-    spec = describe_model(whole, tp_plan=tp_plan)
+    whole = Case(family, "pp2", {"tie_word_embeddings": True, **(overrides or {})}, num_layers=4).build()
+    spec = describe_model(whole)
     for source_text, target_text in pairs:
         model = copy.deepcopy(whole)
         source, target = (ModelLayout(spec, Layout.parse(text)) for text in (source_text, target_text))
         if rank in source.layout:
-            parallelize(model, source, meshes, tp_plan=tp_plan)
+            parallelize(model, source, meshes)
         held = local_tensors(model) if rank in source.layout else {}
         there = Reallocation(source, held, target, **settings)
         there.run()

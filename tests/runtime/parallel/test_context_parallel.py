@@ -116,6 +116,7 @@ WINDOW = {"sliding_window": 4}
         Case("gpt_neox", "fsdp2.cp2"),
         Case("qwen3_moe", "cp4"),
         Case("gemma2", "cp4"),
+        Case("gpt_oss", "cp2.tp2@3,1,2,0"),
     ],
 )
 def test_ranks_that_divide_rows_equal_one_process(workers: WorkerPool, cases: list[Case]) -> None:

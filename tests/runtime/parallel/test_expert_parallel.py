@@ -1,4 +1,4 @@
-"""Ranks that divide the experts of layers give the losses, gradients and updates of one rank."""
+"""Ranks that divide experts, whole or by their features, give the losses, gradients and updates of one rank."""
 
 from __future__ import annotations
 
@@ -20,12 +20,7 @@ from tests.runtime.parallel.pipeline_cases import move_weights_between_layouts
 from tests.runtime.reference import Case, train_beside_the_reference
 from tests.workers import WorkerPool
 
-EXPERTS = "model.layers.*.mlp.experts"
-WHOLE_EXPERTS = {
-    EXPERTS: "replicate", f"{EXPERTS}.gate_up_proj": "replicate", f"{EXPERTS}.down_proj": "replicate",
-}  # fmt: skip
-"""Plan of a model whose tensor-parallel ranks each compute all experts."""
-
+MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3", "gpt_oss")
 LAYOUTS = {
     "mixtral": (
         "fsdp8.ep4", "dp8.ep4@7,5,3,1,6,4,2,0", "dp2.fsdp4.ep2", "pp2.fsdp4.ep4@1,0,3,2,5,4,7,6", "pp4.dp2.ep2",
@@ -60,15 +55,24 @@ class OneSided(Case):
         Case("mixtral", "fsdp2.ep2@1,0", checkpointing=True, num_micro_batches=2),
         Case("qwen3_moe", "dp2.fsdp2.ep4"),
         Case("deepseek_v3", "fsdp4.ep2@3,1,2,0"),
-        OneSided("mixtral", "dp2.ep2@2,3"),
+        OneSided("mixtral", "fsdp2.tp2.ep2"),
+        Case("gpt_oss", "tp3@3,1,0", {"intermediate_size": 56}),  # biases of outputs; 24, 16 and 16 features
     ],
     [
-        *(Case(family, layout) for family in ("mixtral", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3", "gpt_oss")
-          for layout in ("fsdp2.ep2", "dp2.ep2", "fsdp4.ep2", "fsdp4.ep4", "dp4.ep2", "dp2.fsdp2.ep2")),
-        Case("mixtral", "fsdp2.tp2.ep2", tp_plan=WHOLE_EXPERTS),
+        *(Case(family, layout) for family in MIXTURES
+          for layout in ("fsdp2.ep2", "dp2.ep2", "fsdp4.ep2", "fsdp4.ep4", "dp4.ep2", "dp2.fsdp2.ep2",
+                         "tp2@1,0", "fsdp2.tp2", "dp2.tp2@3,1,2,0", "fsdp2.tp2.ep2", "dp2.tp2.ep2")),
+        Case("mixtral", "fsdp2.tp2.ep2", tp_plan={"model.layers.*.mlp.experts": "replicate"}),
+        *(Case(family, "tp4", checkpointing=True) for family in ("mixtral", "olmoe", "gpt_oss")),
+        Case("mixtral", "tp2", overrides=EAGER),
+        Case("gpt_oss", "fsdp2.tp2.ep2", overrides={"experts_implementation": "batched_mm"}),
+        Case("mixtral", "tp2", {"intermediate_size": 50, **EAGER}),
+        Case("mixtral", "tp2", lora_modules=("q_proj", "o_proj")),
+        Case("mixtral", "tp2", num_labels=1),
         Case("mixtral", "fsdp2.ep2", overrides=EAGER),
         Case("mixtral", "fsdp2.ep2", overrides={"experts_implementation": "batched_mm"}),
         OneSided("mixtral", "fsdp2.ep2", overrides=EAGER, checkpointing=True),
+        OneSided("mixtral", "dp2.ep2@2,3"),
         Case("mixtral", "fsdp4.ep2", lora_modules=("q_proj", "o_proj")),
         Case("mixtral", "fsdp2.ep2", num_labels=1),
         Case("qwen3_moe", "dp4.ep2", overrides=EAGER, dtype=torch.float64, tolerance=1e-9),
@@ -85,21 +89,20 @@ def test_ranks_that_divide_experts_train_like_one_process(workers: WorkerPool, c
 def test_experts_move_between_layouts_bit_for_bit(workers: WorkerPool) -> None:
     pairs = [
         ("fsdp4.ep2", "dp4.ep4@3,1,2,0"), ("dp2.fsdp2.ep4", "dp1@2"), ("dp2.ep2@1,3", "pp2.fsdp2.ep2"),
-        ("fsdp4", "dp2.fsdp2.ep2"),
+        ("fsdp4", "dp2.fsdp2.ep2"), ("tp3@0-2", "fsdp2.tp2.ep2"), ("pp2.tp2@2,0,3,1", "fsdp4.ep4"),
     ]  # fmt: skip
-    assert workers.run(move_weights_between_layouts, "mixtral", pairs) == [[]] * 4
+    assert workers.run(move_weights_between_layouts, "mixtral", pairs, {"intermediate_size": 48}) == [[]] * 4
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("family", LAYOUTS)
+@pytest.mark.parametrize("family", [*LAYOUTS, "gpt_oss"])
 def test_a_tied_model_moves_between_all_pairs_of_layouts_bit_for_bit(workers: WorkerPool, family: str) -> None:
-    tp_plan = WHOLE_EXPERTS if family == "mixtral" else None
-    pairs = list(combinations(LAYOUTS[family], 2))  # there and back
-    found = workers.run(move_weights_between_layouts, family, pairs, tp_plan, world_size=8, deadline_s=240.0)
+    pairs = list(combinations(LAYOUTS.get(family, LAYOUTS["mixtral"]), 2))  # there and back
+    found = workers.run(move_weights_between_layouts, family, pairs, world_size=8, deadline_s=240.0)
     assert found == [[]] * 8
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", MIXTURES)
 def test_the_experts_of_every_family_can_be_divided(family: str) -> None:
     model = tiny_model(family)
     spec = describe_model(model, max_tp=1)

@@ -218,5 +218,5 @@ def test_models_that_cannot_run_are_refused_with_the_way_out(workers: WorkerPool
     assert "already installed" in twice
     with pytest.raises(LayoutError, match=r"GPT2LMHeadModel has no tensor-parallel plan; pass one .*tp_plan="):
         ModelLayout(describe_model(tiny_model("gpt2")), Layout.parse("tp2"))
-    with pytest.raises(LayoutError, match=r"tp=8 must not exceed the number of heads along dim 0 \(4\)"):
+    with pytest.raises(LayoutError, match=r"tp=8 must not exceed the number of heads or units along dim 0 \(4\)"):
         ModelLayout(describe_model(tiny_model("llama")), Layout.parse("tp8"))

@@ -57,6 +57,7 @@ def test_two_stages_of_every_family_equal_one_process(workers: WorkerPool) -> No
         Case("mistral", "pp2.cp2@1,0,2,3"),
         Case("granite_swa", "pp2.tp2"),
         Case("gpt_oss", "pp2.fsdp2.ep2", num_layers=3, checkpointing=True),
+        Case("gpt_oss", "pp2.tp2", num_layers=3, checkpointing=True),
         *(Case(family, f"pp2.{axis}2", TIED) for family in ("llama", "qwen2") for axis in ("dp", "fsdp", "tp")),
         Case("gpt2", "pp3.fsdp1@2,0,3", TIED, num_layers=3),
     ],

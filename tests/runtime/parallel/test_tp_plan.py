@@ -86,11 +86,43 @@ def test_the_refusal_of_a_model_without_a_plan_says_how_to_pass_one() -> None:
     assert 'tp_plan={"' in refusal
 
 
-def test_an_unknown_style_is_refused_with_its_name_and_its_module() -> None:
-    refusal = read_tp_plan(_on_meta("qwen3_moe", num_experts=4, moe_intermediate_size=32)).refusal
+def test_stacked_experts_are_cut_along_their_features() -> None:
+    mixtral, gpt_oss = (tiny_model(family, intermediate_size=72) for family in ("mixtral", "gpt_oss"))
+    experts, units = "model.layers.1.mlp.experts", 9  # of eight features
+    plan = read_tp_plan(mixtral)
 
-    assert refusal is not None
-    assert refusal.startswith("model.layers.0.mlp.experts: the tensor-parallel style 'moe_tp_experts' is not supported")
+    assert plan.cuts[f"{experts}.gate_up_proj"] == TensorParallelCut(1, 2 * units, block_sizes=(72, 72))
+    assert plan.cuts[f"{experts}.down_proj"] == TensorParallelCut(2, units)
+    whole = read_tp_plan(mixtral, {"model.layers.*.mlp.experts": "replicate"})
+    assert whole.refusal is None
+    assert not any(".experts." in name for name in whole.cuts)
+    # Without a plan of its own, with transposed weights, biases, and the gate of each feature next to its up.
+    plan = read_tp_plan(gpt_oss)
+    assert {name: cut for name, cut in plan.cuts.items() if name.startswith(experts)} == {
+        f"{experts}.gate_up_proj": TensorParallelCut(2, units),
+        f"{experts}.gate_up_proj_bias": TensorParallelCut(1, units),
+        f"{experts}.down_proj": TensorParallelCut(1, units),
+    }
+    assert plan.styles["model.layers.0.self_attn.q_proj"] == "colwise"
+    assert plan.cuts["model.layers.0.self_attn.sinks"] == TensorParallelCut(0, num_units=4, num_groups=2)
+
+
+def test_experts_that_ranks_cannot_add_up_are_refused_by_name() -> None:
+    normed, scaled = tiny_model("mixtral"), tiny_model("mixtral")
+    normed.model.layers[1].mlp.experts.has_post_expert_norm = True
+    scaled.model.layers[0].mlp.experts.scale = nn.Parameter(torch.ones(4))
+    for model, reason in (
+        (normed, "model.layers.1.mlp.experts: a norm of each expert's output needs the features of all ranks"),
+        (
+            scaled,
+            "model.layers.0.mlp.experts: tensor parallelism cuts experts of gate_up_proj and down_proj, and these",
+        ),
+    ):
+        refusal = read_tp_plan(model).refusal
+        assert refusal is not None
+        assert refusal.startswith(reason)
+        assert "'replicate'" in refusal
+        assert read_tp_plan(model, {"model.layers.*.mlp.experts": "replicate"}).refusal is None
 
 
 def test_parameters_between_sharded_layers_need_a_plan_that_names_them() -> None:

@@ -107,7 +107,9 @@ def _read_experts(folder: Path, layouts: list[str]) -> dict[str, dict[str, bool]
 
 def test_every_rank_reads_its_own_experts(workers: WorkerPool, tmp_path: Path) -> None:
     tiny_model("mixtral").to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="50KB")
-    read = workers.run(_read_experts, tmp_path, ["fsdp4.ep2@3,1,2,0", "dp4.ep4", "pp2.fsdp2"], deadline_s=120.0)
+    read = workers.run(
+        _read_experts, tmp_path, ["fsdp4.ep2@3,1,2,0", "dp4.ep4", "pp2.tp2", "fsdp2.tp2.ep2@2,0,1,3"], deadline_s=120.0
+    )
     assert all(all(facts.values()) for found in read for facts in found.values()), read
 
 

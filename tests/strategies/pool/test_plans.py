@@ -107,7 +107,7 @@ def _degrees(kind: str, family: str, most: int) -> list[ParallelDims]:
         for dp in (1, 2, 3)
         for fsdp in (1, 2, 3, 4)
         for cp in ((1,) if kind == "generate" else (1, 2))
-        for tp in ((1,) if has_experts else (1, 2, 4))
+        for tp in (1, 2, 4)
         if pp * dp * fsdp * cp * tp <= most and cp * tp <= 4  # query heads
         for ep in ParallelDims(dp=dp, fsdp=fsdp).expert_degrees
         if ep == 1 or (has_experts and ep in (2, 4))  # of four experts

@@ -22,7 +22,7 @@ UNEVEN = role_of(SMALL.replace("heads=8,kv_heads=2", "heads=9,kv_heads=3,head_di
 BIASED = role_of(SMALL + ",qkv_bias")
 ADAPTED = with_adapters(role_of(SMALL), rank=6)
 """FSDP over four and eight ranks pads its adapters' six rows."""
-MIXTURE = role_of(SMALL.replace("intermediate=128", "intermediate=32") + ",experts=6,experts_per_token=2")
+MIXTURE = role_of(SMALL.replace("intermediate=128", "intermediate=64") + ",experts=6,experts_per_token=2")
 """FSDP chunks its experts: of four ranks the last one has none, of eight the last two."""
 TIED = role_of(SMALL + ",tied")
 ROLES = st.sampled_from((DECODER, UNEVEN, BIASED, ADAPTED, MIXTURE, TIED))
