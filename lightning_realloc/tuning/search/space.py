@@ -1,7 +1,8 @@
 """Enumerate the legal plans of a call on a cluster, up to renaming of equal machines.
 
 A call runs on whole nodes, or on an aligned part of one node whose size is a power of two. Ranks are in ascending
-order, so that tensor- and context-parallel groups lie inside nodes. The rank order that moves least is chosen later.
+order, so that tensor- and context-parallel groups lie inside nodes, but for nodes of one device. The rank order that
+moves least is chosen later.
 """
 
 from __future__ import annotations
@@ -124,10 +125,11 @@ def legal_dims(
     Args:
         options: Limits of the search; None: the defaults, which divide no rows.
     """
-    options, per_node = options or CallOptions(), min(num_ranks, cluster.devices_per_node)
+    options, per_node = options or CallOptions(), cluster.devices_per_node
+    widest = min(num_ranks, per_node) if per_node > 1 else num_ranks
     pipelines = kind != "generate" or options.generates_in_stages
     found = []
-    for tp, cp in _token_degrees(model, kind, per_node, options):
+    for tp, cp in _token_degrees(model, kind, widest, options):
         for pp in _divisors(num_ranks // (tp * cp)):
             if pp > 1 and not (pipelines and can_be_pipelined(model, pp)):
                 continue
@@ -141,13 +143,13 @@ def legal_dims(
     return (*found, *divided)
 
 
-def _token_degrees(model: ModelSpec, kind: CallKind, per_node: int, options: CallOptions) -> Iterator[tuple[int, int]]:
-    """Yield the degrees tp and cp, whose ranks together divide a node."""
+def _token_degrees(model: ModelSpec, kind: CallKind, widest: int, options: CallOptions) -> Iterator[tuple[int, int]]:
+    """Yield the degrees tp and cp, whose ranks together divide the widest group."""
     is_divided = options.divides_rows and kind != "generate"
     most = options.row_tokens // MIN_SLICE_TOKENS if is_divided else 1
-    for tp in model.tensor_parallel_degrees(per_node):
+    for tp in model.tensor_parallel_degrees(widest):
         for cp in model.context_parallel_degrees(tp) if most > 1 else (1,):
-            if per_node % (tp * cp) == 0 and cp <= max(1, most):
+            if widest % (tp * cp) == 0 and cp <= max(1, most):
                 yield tp, cp
 
 

@@ -105,6 +105,11 @@ def test_degrees_are_those_that_model_kind_nodes_and_rows_allow(
     assert len(found) == len(expected)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_span_nodes_of_one_device(kind: CallKind) -> None:
+    assert legal_dims(MODEL, kind, 4, cluster(4, 1)) == legal_dims(MODEL, kind, 4, cluster(1, 4))
+
+
 def test_degrees_that_do_not_divide_the_heads_are_tried() -> None:
     def degrees(name: str, num_ranks: int) -> set[int]:
         model = role_of(name).model
