@@ -146,12 +146,21 @@ class ModelDrafter(_DrawingDrafter):
         self._cache = cache = SlotCache()
         self._graphs = StepGraphs(model, cache)
         self._distillation = distillation
+        self._learns = distillation is not None
         self._finished: list[Example] = []
+        """Responses to learn from, shared with the drafters of `for_other_samples`."""
         self._session = ExitStack()
         self._filled: list[int] = []
         """Slot -> number of positions whose keys and values belong to its sample."""
         self._ahead: list[list[int]] = []
         """Slot -> drafted tokens that were read after the filled positions."""
+
+    def for_other_samples(self) -> ModelDrafter:
+        other = ModelDrafter(self.model, self.model)
+        # This drafter learns from all responses, when it ends: until then the model attends through slots.
+        other._finished, other._learns = self._finished, self._learns
+        other.cuda_graphs = self.cuda_graphs
+        return other
 
     def share_cache(self, cache: KVCache) -> None:
         if isinstance(cache, PagedCache):
@@ -197,15 +206,17 @@ class ModelDrafter(_DrawingDrafter):
         return super().propose(running, limits)
 
     def finished(self, sample: Sample) -> None:
-        if self._distillation is not None:
+        if self._learns:
             self._finished.append((sample.prompt, tuple(sample.token_ids)))
 
     def end(self, *, has_failed: bool = False) -> None:
         self._session.close()
         self._cache.release()
-        finished, self._finished = self._finished, []
-        if self._distillation is not None and not has_failed:
-            self._distillation.learn(finished)
+        if self._distillation is not None:
+            finished = list(self._finished)
+            self._finished.clear()
+            if not has_failed:
+                self._distillation.learn(finished)
 
     def _reaches(self, sample: Sample) -> bool:
         """Return whether the sample fits in the drafter's context; beyond it nothing is drafted."""

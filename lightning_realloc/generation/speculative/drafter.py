@@ -41,6 +41,14 @@ class Drafter(SlotFollower):
     cuda_graphs: bool = True
     """Whether forwards of a draft model may be captured and replayed."""
 
+    def for_other_samples(self) -> Drafter:
+        """Return a drafter for samples whose steps are under way at the same time.
+
+        It begins a generation after this one and ends it before. By default it is this one, which must then know
+        samples by their ids, and slots not at all.
+        """
+        return self
+
     def has_seen_prompts(self, samples: Sequence[Sample]) -> bool:
         """Return whether most prompts of these samples were seen before, which makes drafts better at once."""
         return False

@@ -67,7 +67,7 @@ class Speculator(Decoding):
         cheaper: right after a forward the caches are full of weights, and the same code takes twice as long."""
 
     def for_other_samples(self) -> Speculator:
-        drafter, agree, clock = self.drafter, self._agree, self._clock
+        drafter, agree, clock = self.drafter.for_other_samples(), self._agree, self._clock
         return Speculator(self._speculation, drafter, agree=agree, clock=clock, vocabulary=self._vocabulary)
 
     def begin(self, samples: Sequence[Sample], params: SamplingParams, num_slots: int) -> DrawRule:

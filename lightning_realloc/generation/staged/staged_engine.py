@@ -43,8 +43,7 @@ class StagedEngine(GenerationEngine):
         link: Connects the stages.
         options: Of `GenerationEngine`, without ``cuda_graphs``, ``compile``, ``batch_invariant``, ``peers`` and
             ``poll_weights``, which need a whole model. ``max_cache_bytes`` bounds the bytes of each stage; the groups
-            have equal shares. The groups share the drafter, which must know samples by their ids, as ``"ngram"`` and
-            ``"history"`` do.
+            have equal shares. Drafts are made on the last stage alone, where a draft model lies whole.
     """
 
     def __init__(

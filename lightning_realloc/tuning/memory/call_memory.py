@@ -28,7 +28,7 @@ from lightning_realloc.tuning.memory.generation_memory import (
     num_cache_slots,
     packed_bytes,
 )
-from lightning_realloc.tuning.memory.parts import MemoryParts, MemorySettings, Workload
+from lightning_realloc.tuning.memory.parts import DraftMemory, MemoryParts, MemorySettings, Workload
 from lightning_realloc.tuning.shapes.role_elements import RankElements
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
@@ -86,7 +86,7 @@ class CallMemory:
         """Bytes of the draft model of a generating call between generations, in the dtype of the weights."""
         if self.kind != "generate":
             return 0
-        return draft_bytes(self.settings.engine.draft, element_bytes=self._stored_bytes)
+        return draft_bytes(self._draft, element_bytes=self._stored_bytes)
 
     @property
     def _merged(self) -> MemoryParts:
@@ -187,6 +187,11 @@ class CallMemory:
         return self.sizes.stage == self.sizes.dims.pp - 1
 
     @property
+    def _draft(self) -> DraftMemory | None:
+        """Draft model of the rank, which of a pipeline's stages the last one has."""
+        return self.settings.engine.draft if self._has_head else None
+
+    @property
     def _shape(self) -> CallShape | None:
         load = self.workload
         return None if load is None else CallShape.from_plan(self.kind, self.plan, load, load.longest)
@@ -253,7 +258,7 @@ class CallMemory:
             body + MemoryParts(kv_cache=last + growth, activations=self._working(verified)),
             drawing,
             MemoryParts(kv_cache=cache.distilling_bytes)
-            + distillation_memory(engine.draft, samples=share, longest=cache.longest),
+            + distillation_memory(self._draft, samples=share, longest=cache.longest),
         ]
         return [moment + packed for moment in moments]
 
@@ -265,7 +270,7 @@ class CallMemory:
             return None
         return Cache(
             target=shape,
-            draft=None if engine.draft is None else engine.draft.model.shape,
+            draft=None if self._draft is None else self._draft.model.shape,
             tp=self._tp,
             num_layers=len(self.role.model.stage_blocks(self.sizes.dims.pp)[self.sizes.stage]),
             element_bytes=self.activation_bytes,

@@ -35,7 +35,7 @@ class Cache:
     target: ModelShape
     """Shape of the model that generates."""
     draft: ModelShape | None
-    """Shape of a separate draft model, which every rank holds whole; None without one."""
+    """Shape of a separate draft model, which the rank holds whole; None without one."""
     tp: int
     """Tensor-parallel degree, which divides the heads of ``target``."""
     num_layers: int

@@ -12,12 +12,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams, Speculation
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.core.step import Draft, PrefillChunk
 from lightning_realloc.generation.speculative import draft_model
-from lightning_realloc.generation.speculative.draft_distillation import Distillation
+from lightning_realloc.generation.speculative.draft_distillation import Distillation, Example
 from lightning_realloc.generation.speculative.draft_model import BlocksDrafter, ModelDrafter, first_blocks
 from tests.generation.markov import VOCABULARY, drafter_model, markov_text, target
 from tests.generation.speculative.drafters import prompts_of, tokens_of
@@ -213,6 +214,32 @@ def test_a_draft_model_that_learns_drafts_better_and_changes_no_token() -> None:
     assert rates[0] < 1.2
     assert rates[-1] > rates[0] + 0.3
     assert all(torch.equal(weight, before[name]) for name, weight in small.state_dict().items())  # a copy learns
+
+
+def test_drafters_of_two_groups_learn_once_from_the_responses_of_both() -> None:
+    first = ModelDrafter(drafter_model(), target(), distillation=(learning := _Listing()))
+    second = first.for_other_samples()
+    samples = [Sample(n, n, ModelInput((5, n)), max_new_tokens=4, key=n, token_ids=[7, 8]) for n in range(3)]
+    for drafter in (first, second):
+        drafter.begin(samples, Speculation().rule(SamplingParams()), num_slots=2)
+    for drafter, sample in zip((first, second, first), samples, strict=True):
+        drafter.finished(sample)
+    second.end()
+    assert not learning.seen  # the model still attends through the first one's slots
+    first.end()
+    first.begin(samples, Speculation().rule(SamplingParams()), num_slots=2)
+    first.end()
+    assert learning.seen == [[((5, number), (7, 8)) for number in range(3)], []]
+
+
+class _Listing(Distillation):
+    """Lists what it is to learn from."""
+
+    def __init__(self) -> None:
+        self.seen: list[Sequence[Example]] = []
+
+    def learn(self, examples: Sequence[Example]) -> None:
+        self.seen.append(examples)
 
 
 def test_distillation_learns_only_from_the_last_responses() -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lightning_realloc.generation import Completion, Turn
 from lightning_realloc.generation.loop.run import GenerationStats
+from lightning_realloc.generation.speculative.draft_model import ModelDrafter
 from lightning_realloc.generation.staged.staged_engine import StagedEngine
 from lightning_realloc.layout import Layout, ModelLayout
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
@@ -34,7 +35,7 @@ LAYERS = {"num_hidden_layers": 4}
 
 
 def staged_engine(family: str, layout: Layout, meshes: MeshRegistry, **options: Any) -> StagedEngine:
-    """Return this rank's engine of a tiny model with four layers."""
+    """Return this rank's engine of a tiny model with four layers, which may draft by a whole copy of the model."""
     model = tiny_model(family, **LAYERS)
     model_layout = ModelLayout(describe_model(model), layout)
     model = parallelize(model, model_layout, meshes)
@@ -42,9 +43,12 @@ def staged_engine(family: str, layout: Layout, meshes: MeshRegistry, **options: 
     assert host is not None
     device = torch.device("cpu")
     batch_group = meshes.batch_group(layout) if layout.is_sharded else None
+    stage = PipelineStage(model, model_layout, meshes)
+    if options.pop("drafts_by_itself", False) and stage.is_last:
+        options["drafter"] = ModelDrafter(tiny_model(family, **LAYERS), model)
     return StagedEngine(
         model,
-        StageLink(PipelineStage(model, model_layout, meshes), host),
+        StageLink(stage, host),
         lockstep=None if batch_group is None else Lockstep(batch_group, device),
         agree=agreement(meshes.tensor_group(layout), device),
         **options,

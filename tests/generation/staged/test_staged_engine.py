@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,6 +58,20 @@ def test_groups_share_a_bound_on_bytes_and_samples_that_lose_their_pages_are_rea
     asked = {"prompts": prompts, "params": params, "environment": answer_in_words}
     for stats in check_as_alone(workers, family, layouts.split(), asked, max_slots=8, max_cache_bytes=bound, **NGRAM):
         assert 0 < stats.cache_bytes <= bound and stats.num_preemptions and stats.shared_prefill_tokens
+
+
+@pytest.mark.parametrize(
+    ("layouts", "bound"), matrix([("pp2@1,0", TWO), ("pp2@1,0 pp2.tp2@3,1,2,0 pp2.fsdp2", None)], ("pp2@1,0", TWO))
+)
+def test_a_draft_model_on_the_last_stage_follows_the_samples_of_each_group(
+    workers: WorkerPool, layouts: str, bound: int | None
+) -> None:
+    drafts = {"speculation": Speculation(drafter="none", num_draft_tokens=3), "drafts_by_itself": True}
+    asked = {"params": replace(SAMPLED, max_new_tokens=40), "environment": answer_in_words}
+    bounded = {"max_cache_bytes": None if bound is None else 2 * bound}
+    for stats in check_as_alone(workers, "llama", layouts.split(), asked, max_slots=5, **bounded, **drafts):
+        assert stats.accepted_tokens > 0.9 * stats.verified_tokens > 0
+        assert bound is None or stats.num_preemptions
 
 
 @pytest.mark.parametrize("family", matrix(["llama", "qwen3", "gemma2", "gpt_oss", "mixtral"], "llama"))

@@ -117,7 +117,7 @@ def test_a_cache_for_samples_of_other_ranks_takes_almost_all_of_its_bound() -> N
 
 
 def test_a_stage_holds_the_keys_values_and_packed_weights_of_its_own_layers() -> None:
-    whole = call_of(target(), EngineMemory())
+    whole = call_of(target(), EngineMemory(draft=DraftMemory(model=described(target()))))
     layout = Layout.parse("pp2")
     stages = [
         replace(whole, plan=CallPlan(layout, max_slots=SLOTS), sizes=RoleElements(whole.role).on_rank(layout, rank))
@@ -125,7 +125,9 @@ def test_a_stage_holds_the_keys_values_and_packed_weights_of_its_own_layers() ->
     ]
     caches = [stage.cache for stage in stages]
     assert whole.cache is not None and caches[0] is not None and caches[1] is not None
-    assert caches[0].final_bytes == caches[1].final_bytes == whole.cache.final_bytes // 2
+    # The whole model has two layers and its draft model two; the last stage has one and these two.
+    assert 4 * caches[0].final_bytes == 4 * caches[1].final_bytes // 3 == whole.cache.final_bytes
+    assert stages[0].draft_bytes == 0 < stages[1].draft_bytes == whole.draft_bytes
     given = {"tp": 1, "element_bytes": 2, "num_steps": 64}
     engine = EngineMemory(packs_weights=True)
     packed = [packed_bytes(whole.role, engine, stage=(stage, 2), **given) for stage in range(2)]
