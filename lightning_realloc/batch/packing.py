@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lightning_realloc.batch.balance_loss import BalanceLoss
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import EXPERTS, Samples, extra_inputs, prompt_keys
 from lightning_realloc.errors import DataError, PlanError
@@ -74,6 +75,8 @@ class PackedBatch:
     """(N, layers * chosen) experts that the tokens' routers are given; None: they choose."""
     expert_counts: Tensor | None = None
     """(layers, experts) int64, to which forward passes add the tokens of `response_mask` by expert; None: nowhere."""
+    balance_loss: BalanceLoss | None = None
+    """Loss that the routers of forward passes add to; None: there is none."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -94,6 +97,17 @@ class PackedBatch:
     def max_length(self) -> int:
         """Number of tokens in the longest sequence, shared prompt included."""
         return max(length + shared for length, shared in zip(self.lengths, self.shared, strict=True))
+
+    @property
+    def multiplicity(self) -> Tensor:
+        """Number of sequences that each token of the row is in, (N,) int64: more than one for shared prompts."""
+        counts = torch.ones(self.num_tokens, dtype=torch.int64)
+        start = owner = 0
+        for length, shared in zip(self.lengths, self.shared, strict=True):
+            owner = owner if shared else start
+            counts[owner : owner + shared] += 1
+            start += length
+        return counts.to(self.input_ids.device, non_blocking=True)
 
     def per_token(self, values: Tensor) -> Tensor:
         """Return per-sequence ``values`` (B, ...) repeated for every token, (N, ...)."""

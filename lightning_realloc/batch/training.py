@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from numbers import Real
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -103,6 +104,8 @@ class TrainOptions:
             gradient norm is not finite. None sets no limit.
         stop_above: Metric -> limit. If the mean of a metric over a mini-batch exceeds its limit, this mini-batch and
             all later ones of the iteration are skipped.
+        router_aux_loss_coef: Weight of the loss that balances a mixture of experts, by transformers' formula for the
+            model; 0: none; None: ``router_aux_loss_coef`` of a config with ``output_router_logits=True``, else none.
         compile: Backend of ``torch.compile`` for the model's blocks in training, such as ``"inductor"``; None does not
             compile. Inference never does; generation as ``GenerationOptions(compile=...)`` says.
 
@@ -118,6 +121,7 @@ class TrainOptions:
     max_grad_norm: float | None = 1.0
     max_skipped_steps: int | None = 10
     stop_above: Mapping[str, float] = field(default_factory=dict)
+    router_aux_loss_coef: float | None = None
     compile: str | None = None
 
     def __post_init__(self) -> None:
@@ -129,11 +133,16 @@ class TrainOptions:
                 f"micro_batch_tokens={self.micro_batch_tokens!r} must be a whole number, at least 1; or leave it out"
             )
         norm, skipped = self.max_grad_norm, self.max_skipped_steps
-        if norm is not None and (isinstance(norm, bool) or not isinstance(norm, Real) or not norm > 0):
+        if norm is not None and not (is_number(norm) and norm > 0):
             raise ConfigError(f"max_grad_norm={norm!r} must be a positive number; use None to leave gradients alone")
         if skipped is not None and not is_count(skipped):
             raise ConfigError(
                 f"max_skipped_steps={skipped!r} must be a whole number, at least 1; use None to never stop the run"
+            )
+        coefficient = self.router_aux_loss_coef
+        if coefficient is not None and not (is_number(coefficient) and 0 <= coefficient < math.inf):
+            raise ConfigError(
+                f"router_aux_loss_coef={coefficient!r} must be a number, at least 0; leave it out for the config's"
             )
         if self.compile is not None:
             check_compile_backend(self.compile)
@@ -324,6 +333,11 @@ def _group_lengths(lengths: Sequence[int], group_size: int) -> list[int]:
 def _members(groups: Sequence[int], group_size: int) -> tuple[int, ...]:
     """Return the positions of the groups, group by group."""
     return tuple(group * group_size + place for group in groups for place in range(group_size))
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a setting is a real number, and no bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_compile_backend(backend: str) -> None:

@@ -69,16 +69,18 @@ def test_sharing_prompts_loses_no_token_and_holds_every_shared_prompt_once(
     responses = [answer for _, answers in groups for answer in answers]
     packed = pack(_samples(prompts, responses), columns=("behaviour_logprobs",), share_prompts=True)
     apart = pack(_samples(prompts, responses), columns=("behaviour_logprobs",))
-    ends = torch.tensor(packed.lengths).cumsum(0) - 1
+    ends, held = torch.tensor(packed.lengths).cumsum(0) - 1, [0] * packed.num_tokens
     for index, end in enumerate(ends.tolist()):
         walked, at = [], end  # back from a sequence's last token, from predecessor to predecessor
         while True:
+            held[at] += 1
             walked.append((int(packed.input_ids[0, at]), int(packed.position_ids[0, at])))
             if int(packed.position_ids[0, at]) == 0:
                 break
             at = int(packed.predecessors[at])
         whole = prompts[index] + responses[index]
         assert walked[::-1] == [(token, position) for position, token in enumerate(whole)]
+    assert packed.multiplicity.tolist() == held
     spared = sum(
         len(prompt) for before, prompt, answer in zip(prompts[:-1], prompts[1:], responses[1:], strict=True)
         if before == prompt and answer

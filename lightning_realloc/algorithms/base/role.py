@@ -58,7 +58,7 @@ from lightning_realloc.data.chat import describe_load_error
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.remote_path import expand_home, require_files
 from lightning_realloc.runtime.model.adapter_layers import adapted_layers, adapter_config, head_names, merge_permanently
-from lightning_realloc.runtime.model.batching_limits import attends_to_later_tokens, router_loss_of
+from lightning_realloc.runtime.model.batching_limits import attends_to_later_tokens
 from lightning_realloc.runtime.model.hub_kernels import refuse_kernels
 from lightning_realloc.runtime.model.mapped_weights import shown_as_float32, weights_left_in_files, widen
 from lightning_realloc.runtime.model.quantized import pin_quantized_weights, quantized_layers
@@ -180,8 +180,7 @@ class Role:
         Raises:
             ConfigError: for a source that cannot be loaded, weights that are missing or have no place in the model, a
                 language model without its head or with an encoder's attention, a frozen classifier whose head was never
-                trained, a quantized base that is not frozen, a trained model whose config asks for a router's loss, and
-                adapters that do not fit.
+                trained, a quantized base that is not frozen, and adapters that do not fit.
         """
         self._check_config()
         adapters, deferred = self._adapters(), deferred and self.can_defer_weights
@@ -303,11 +302,6 @@ class Role:
                 averages=self.average_of is not None,
                 is_loadable=isinstance(self.source, str | Path)
                 or bool(self.quantization is None and quantized_layers(given) and not self._has_another_head(given)),
-            )
-        if self.trained and (asked := router_loss_of(config)):
-            raise ConfigError(
-                f"{self.name} has {asked} in its config, which asks for a loss that balances experts, and no algorithm "
-                f"adds it; set output_router_logits=False in the config to train without that loss"
             )
 
     def _from_config(self, config: PreTrainedConfig) -> nn.Module:

@@ -7,7 +7,9 @@ take turns, and a backward pass that recomputes activations, keep to their own.
 
 from __future__ import annotations
 
+import inspect
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +19,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from lightning_realloc.batch.balance_loss import BalanceLoss
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.forward.token_group import TokenGroup
 from lightning_realloc.runtime.model.structure import find_blocks
 
 _ARGUMENT = "routed_pass"
+_FORMULA = "load_balancing_loss_func"
+"""Name by which transformers' models define the loss of `BalanceLoss`, in their modules."""
 _TOPK = (torch.topk, Tensor.topk)
 _UNCOMPILED: Callable[..., Any] = torch.compiler.disable(lambda function, *args, **kwargs: function(*args, **kwargs))
 """Calls a function outside of the program of a compiled block, which would be bound to one pass."""
@@ -86,6 +91,7 @@ class RoutedPass:
         counted: (n,) bool: tokens to count; None: all.
         records: Whether the choices are kept for `record`.
         known: (n, L * k) records that have the layers of earlier pipeline stages; None: this model has all layers.
+        balance: Loss that balances experts, and (n,) times that each token counts in it; None: there is none.
     """
 
     def __init__(
@@ -97,11 +103,12 @@ class RoutedPass:
         counted: Tensor | None = None,
         records: bool = False,
         known: Tensor | None = None,
+        balance: tuple[BalanceLoss, Tensor] | None = None,
     ) -> None:
         self._routers, self._replayed, self._counts = routers, replayed, counts
         self._weights = None if counted is None else counted.long().repeat_interleave(routers.num_chosen)
         self._chosen: dict[int, Tensor] | None = {} if records else None
-        self._known = known
+        self._known, self._balance = known, balance
 
     @property
     def arguments(self) -> dict[str, RoutedPass]:
@@ -123,8 +130,20 @@ class RoutedPass:
         size = self._routers.num_chosen
         return None if self._replayed is None else self._replayed[:, layer * size : (layer + 1) * size]
 
-    def observe(self, layer: int, experts: Tensor) -> None:
-        """Count and keep the (n, k) experts of a layer, unless a backward pass recomputes them."""
+    def observe(self, layer: int, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Count and keep the experts of a layer, unless a backward pass recomputes them.
+
+        Returns:
+            The (n, E) logits, (n, k) weights and (n, k) experts, where the weights have the gradient of the balance.
+        """
+        logits, weights, chosen = output
+        self._observe_experts(layer, chosen.detach())
+        if self._balance is not None:
+            loss, tokens = self._balance
+            weights = loss.follow(weights, logits, tokens)
+        return logits, weights, chosen
+
+    def _observe_experts(self, layer: int, experts: Tensor) -> None:
         if self._chosen is not None:
             self._chosen[layer] = experts.to(self._routers.dtype)
         if self._counts is not None and torch._C._current_graph_task_id() == -1:
@@ -164,8 +183,7 @@ class RouterTap:
                     f"{self._name} chooses experts by {given.num_replaced} calls of torch.topk over all of them, and "
                     f"router_replay replaces the result of one; set router_replay=False"
                 )
-        routed.observe(self._layer, output[-1].detach())
-        return output
+        return routed.observe(self._layer, output)
 
 
 class _GivenExperts(TorchFunctionMode):
@@ -194,19 +212,26 @@ def install_routers(model: nn.Module) -> Routers | None:
     holder = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     if holder is None or (known := routers_of(model)) is not None:
         return None if holder is None else known
-    found: list[tuple[nn.Module, Any]] = [
-        (block, module) for _, block in find_blocks(model) for module in block.modules() if _is_router(module)
-    ]
-    sizes = {(router.num_experts, router.top_k) for _, router in found}
-    if len(sizes) != 1 or len({id(block) for block, _ in found}) < len(found):
+    found = _find_routers(model)
+    if found is None:
         return None
-    routers = Routers(len(found), *sizes.pop())
+    routers = Routers(len(found), found[0][1].num_experts, found[0][1].top_k)
     for layer, (block, router) in enumerate(found):
         tap = RouterTap(router, layer, routers)
         vars(router)["forward"] = tap
         block.register_forward_pre_hook(tap.enter_block, with_kwargs=True)
     vars(holder)["routers"] = routers
     return routers
+
+
+def _find_routers(model: nn.Module) -> list[tuple[nn.Module, Any]] | None:
+    """Return each block with a router, and its router; None unless all are equal and one per block."""
+    found: list[tuple[nn.Module, Any]] = [
+        (block, module) for _, block in find_blocks(model) for module in block.modules() if _is_router(module)
+    ]
+    sizes = {(router.num_experts, router.top_k) for _, router in found}
+    is_known = len(sizes) == 1 and len({id(block) for block, _ in found}) == len(found)
+    return found if is_known else None
 
 
 def routers_of(model: nn.Module) -> Routers | None:
@@ -221,15 +246,55 @@ def _is_router(module: Any) -> bool:
     return all(isinstance(size, int) for size in sizes) and weight is not None and weight.shape[0] == sizes[0]
 
 
+def balance_weight(model: nn.Module, asked: float | None, role: str) -> float:
+    """Return the weight of the loss that balances a model's experts; 0 for none.
+
+    Args:
+        asked: The setting; None: as the config says, for the classes to which transformers adds the loss.
+
+    Raises:
+        ConfigError: for a model whose loss is not known here.
+    """
+    hf_model = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    modules = () if hf_model is None else [sys.modules.get(kind.__module__) for kind in type(hf_model).__mro__]
+    has_formula = any(hasattr(module, _FORMULA) for module in modules)
+    if asked is None:
+        text: Any = None if hf_model is None else hf_model.config.get_text_config()
+        adds = hf_model is not None and "output_router_logits" in inspect.signature(hf_model.forward).parameters
+        asks = has_formula and adds and getattr(text, "output_router_logits", False)
+        weight = float(getattr(text, "router_aux_loss_coef", 0.0)) if asks else 0.0
+    else:
+        weight = asked
+    is_known = has_formula and (routers_of(model) or _find_routers(model)) is not None
+    if weight and not is_known:
+        source = "output_router_logits=True in its config" if asked is None else f"router_aux_loss_coef={asked}"
+        raise ConfigError(
+            f"{role} has {source}, and transformers defines no loss of {type(hf_model or model).__name__} that "
+            f"balances experts by the logits of one router per block; set TrainOptions(router_aux_loss_coef=0)"
+        )
+    return weight
+
+
+def balance_loss_of(model: nn.Module, device: torch.device) -> BalanceLoss:
+    """Return the loss of an optimizer step of a model that has a `balance_weight`."""
+    routers = routers_of(model)
+    assert routers is not None, "balance_weight refuses others"
+    return BalanceLoss(routers.num_experts, routers.num_chosen, device)
+
+
 def routing_arguments(model: nn.Module, packed: PackedBatch, tokens: TokenGroup | None) -> dict[str, RoutedPass]:
     """Return the keyword arguments by which a model's routers follow a pack; none if there is nothing to do."""
-    routers, counts, experts = routers_of(model), packed.expert_counts, packed.experts
-    if routers is None or (counts is None and experts is None):
+    routers, counts, experts, loss = routers_of(model), packed.expert_counts, packed.experts, packed.balance_loss
+    if routers is None or (counts is None and experts is None and loss is None):
         return {}
-    counted = packed.response_mask
-    if tokens is not None:
-        counted, experts = tokens.cut(counted), None if experts is None else tokens.cut(experts)
-    return RoutedPass(routers, replayed=experts, counts=counts, counted=counted).arguments
+    cut: Callable[[Tensor], Tensor] = (lambda row: row) if tokens is None else tokens.cut
+    return RoutedPass(
+        routers,
+        replayed=None if experts is None else cut(experts),
+        counts=counts,
+        counted=cut(packed.response_mask),
+        balance=None if loss is None else (loss, cut(packed.multiplicity)),
+    ).arguments
 
 
 def load_metrics(counts: Tensor) -> dict[str, float]:

@@ -15,7 +15,6 @@ from lightning_realloc.runtime.dtypes import dtype_name
 
 _BY_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies change beyond a length."""
-_ROUTER_LOSS_WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef")
 PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 """Types of layers, by transformers' names, whose tokens attend to earlier ones by their distance alone."""
 _GROUPED_DTYPES = (float32, bfloat16, float16)
@@ -45,15 +44,6 @@ def counts_positions_by_padding(model: nn.Module) -> bool:
     """
     names = ("create_position_ids_from_input_ids", "position_embeddings")
     return any(all(hasattr(module, name) for name in names) for module in model.modules())
-
-
-def router_loss_of(config: Any) -> str:
-    """Return the settings by which a config asks for a loss that balances experts; empty if it asks for none."""
-    text = None if config is None else config.get_text_config()
-    weights = {name: value for name in _ROUTER_LOSS_WEIGHTS if (value := getattr(text, name, None))}
-    if not weights or not getattr(text, "output_router_logits", False):
-        return ""
-    return ", ".join(["output_router_logits=True", *(f"{name}={value}" for name, value in weights.items())])
 
 
 def attends_to_later_tokens(model: nn.Module) -> bool:

@@ -192,5 +192,13 @@ def predicting_states(model: nn.Module, packed: PackedBatch) -> Tensor:
     return torch.where(has_predecessor[:, None], states[packed.predecessors], 0.0)
 
 
+def route_tokens(model: nn.Module, packed: PackedBatch) -> None:
+    """Run a pack for what its routers count: the head runs on one token only, if the model's class supports it."""
+    hf_model = transformers_model(model)
+    with packed_attention(model, packed) as inputs:
+        last = packed.predecessors.new_tensor([inputs["input_ids"].shape[1] - 1])
+        model(**inputs, **({"logits_to_keep": last} if _keeps_logits(hf_model) else {}))
+
+
 def _keeps_logits(model: PreTrainedModel) -> bool:
     return "logits_to_keep" in inspect.signature(type(model).forward).parameters

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_realloc.batch.balance_loss import BalanceLoss
 from lightning_realloc.batch.samples import TOKEN_AGES, Samples
 from lightning_realloc.batch.training import Loss
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
@@ -111,6 +112,8 @@ class MetricSums:
         """Mini-batches counted so far."""
         self.expert_counts: Tensor | None = None
         """(layers, experts) tokens of each expert on this rank; None: none were counted."""
+        self.balance_loss: BalanceLoss | None = None
+        """Loss that balances experts, of one optimizer step; None: there is none."""
         self._loss: list[Tensor] = []
         self._totals: dict[str, list[Tensor]] = {}
         self._weights: dict[str, list[Tensor]] = {}
@@ -130,7 +133,12 @@ class MetricSums:
         if minibatch.expert_counts is not None:
             ours = 0 if self.expert_counts is None else self.expert_counts
             self.expert_counts = minibatch.expert_counts + ours
-        for own, theirs in ((self._totals, minibatch._totals), (self._weights, minibatch._weights)):
+        pairs = (
+            (self._totals, minibatch._totals),
+            (self._weights, minibatch._weights),
+            (self._shared, minibatch._shared),
+        )
+        for own, theirs in pairs:
             for name, values in theirs.items():
                 own.setdefault(name, []).extend(values)
 

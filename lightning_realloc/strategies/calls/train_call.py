@@ -27,7 +27,7 @@ from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import LayoutError, PlanError, ReallocError
 from lightning_realloc.layout import AXES
 from lightning_realloc.runtime.forward.activation_offload import ActivationOffload
-from lightning_realloc.runtime.forward.routers import routers_of
+from lightning_realloc.runtime.forward.routers import balance_loss_of, balance_weight, routers_of
 from lightning_realloc.runtime.model.training_mode import set_training_mode
 from lightning_realloc.runtime.parallel.compiled import compiled_blocks
 from lightning_realloc.runtime.parallel.gradients import (
@@ -36,7 +36,8 @@ from lightning_realloc.runtime.parallel.gradients import (
     first_bad_weight,
     uneven_gradient,
 )
-from lightning_realloc.runtime.parallel.pipeline import PipelineStage, pipeline_train
+from lightning_realloc.runtime.parallel.packed_forward import route_tokens
+from lightning_realloc.runtime.parallel.pipeline import PipelineStage, pipeline_infer, pipeline_train
 from lightning_realloc.runtime.parallel.tp_plan import PARTIAL_GRADIENT, with_wildcards
 from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.engine_pool import EnginePool
@@ -47,6 +48,7 @@ from lightning_realloc.strategies.exchange.sample_table import PositionedRows
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
 from lightning_realloc.strategies.pool.replica import Replica
 
+EXPERT_BALANCE_LOSS = "expert_balance_loss"
 LossMethod = Callable[..., Loss]
 
 log = logging.getLogger(__name__)
@@ -67,6 +69,14 @@ class _Job:
     """Options of the role."""
     optimizer: torch.optim.Optimizer
     """Optimizer of the role."""
+    balance_weight: float
+    """Weight of the loss that balances experts; 0: none."""
+
+    @property
+    def gradient_scale(self) -> int:
+        """Factor of losses: FSDP averages gradients over its ranks, and the parts of a loss must add up."""
+        layout = self.replica.layout
+        return layout.count(*layout.replica_axes, *layout.shard_axes)
 
 
 class TrainCalls:
@@ -94,7 +104,8 @@ class TrainCalls:
         """Take the optimizer steps of one iteration, and record their mean loss, metrics and gradient norm."""
         algorithm, table, role = self._context.algorithm, data.table(call), replica.role
         method, options = self._context.method_of(call), algorithm.train_options_of(role)
-        job = _Job(call, method, replica, data.rows(call), options, self._hooks.optimizer_of(role))
+        weight = balance_weight(replica.model, options.router_aux_loss_coef, role)
+        job = _Job(call, method, replica, data.rows(call), options, self._hooks.optimizer_of(role), weight)
         share, sums = replica.layout.data_parallel_index(self._context.rank), MetricSums()
         steps = data.routes.train_steps(call, table)
         parts = (self._smaller.divided(call, step.shares[share]) for step in steps)
@@ -106,7 +117,7 @@ class TrainCalls:
                 totals = self._without_excluded(job, call, step.shares[share], totals)
                 if not self._step(job, step.shares[share], totals, sums):
                     break
-        means = self._means(replica, sums) | {"skipped_steps": float(sums.num_skipped)}
+        means = self._means(job, sums) | {"skipped_steps": float(sums.num_skipped)}
         if (routers := routers_of(replica.model)) is not None:
             group = self._context.pool.meshes.group(replica.layout, *AXES)
             means |= sums.expert_load(routers, group, self._context.device)
@@ -195,6 +206,10 @@ class TrainCalls:
     ) -> None:
         """Run forward and backward of all micro-batches. In a pipeline only the last stage knows losses."""
         model, is_wrapped = job.replica.model, isinstance(job.replica.model, FSDPModule)
+        if job.balance_weight:
+            sums.balance_loss = balance_loss_of(model, self._context.device)
+            if len(micro_batches) > 1 or job.replica.layout.dims.pp > 1:
+                self._count_experts(job, micro_batches, sums)
         packs = (self._pack(job, micro, sums) for micro in micro_batches)
         if job.replica.layout.dims.pp > 1:
             batches = list(packs)
@@ -212,7 +227,36 @@ class TrainCalls:
                 model.set_requires_gradient_sync(number == len(micro_batches))
             with self._hooks.forward_context(wrapped=is_wrapped):
                 loss = self._loss(job, batch, micro, totals, sums)
+            self._settle_balance(job, sums)
             self._hooks.backward_loss(loss)
+
+    def _count_experts(self, job: _Job, micro_batches: Sequence[MicroBatch], sums: MetricSums) -> None:
+        """Run all micro-batches forward without gradients, for the share of tokens that each expert has in the step.
+
+        Dropout then draws the same masks again. Collective over the layout.
+        """
+        replica, device = job.replica, self._context.device
+        packs = (replace(self._pack(job, micro, sums), expert_counts=None) for micro in micro_batches)
+        precision = self._hooks.forward_context(wrapped=isinstance(replica.model, FSDPModule))
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad(), precision:
+            if replica.layout.dims.pp > 1:
+                pipeline_infer(self._stage(replica), packs, route_tokens)
+            else:
+                for batch in packs:
+                    route_tokens(replica.model, batch)
+        self._settle_balance(job, sums)
+
+    def _settle_balance(self, job: _Job, sums: MetricSums) -> None:
+        """Sum the use of experts over all ranks, if there is a loss that needs it. Collective over the layout."""
+        loss, layout = sums.balance_loss, job.replica.layout
+        if loss is None or loss.is_settled:
+            return
+        group = self._context.pool.meshes.group(layout, *AXES)
+        if group is not None:
+            dist.all_reduce(loss.sums, group=group)
+        copies = layout.count(*layout.tensor_axes)
+        value = loss.settle(weight=job.balance_weight, num_copies=copies, gradient_scale=job.gradient_scale)
+        sums.add_shared(EXPERT_BALANCE_LOSS, value)
 
     def _pack(self, job: _Job, micro: MicroBatch, sums: MetricSums) -> PackedBatch:
         """Return a micro-batch whose forward adds to the counts of experts, if its model has some."""
@@ -227,7 +271,7 @@ class TrainCalls:
             return batch
         if sums.expert_counts is None:
             sums.expert_counts = routers.no_counts(self._context.device)
-        return replace(batch, expert_counts=sums.expert_counts)
+        return replace(batch, expert_counts=sums.expert_counts, balance_loss=sums.balance_loss)
 
     @contextmanager
     def _counted_forward(self, is_wrapped: bool) -> Iterator[None]:
@@ -250,22 +294,22 @@ class TrainCalls:
                 f"the loss of {replica.role} does not depend on its weights; is a role frozen that is trained?"
             )
         sums.add(loss, counts=micro.counts)
-        # FSDP averages gradients over its ranks, and the parts of a loss must add up.
-        layout = replica.layout
-        return loss.value * (layout.count(*layout.replica_axes, *layout.shard_axes) if micro.counts else 0)
+        return loss.value * (job.gradient_scale if micro.counts else 0)
 
     def _stage(self, replica: Replica) -> PipelineStage:
         return PipelineStage(replica.model, replica.model_layout, self._context.pool.meshes)
 
-    def _means(self, replica: Replica, sums: MetricSums) -> dict[str, float]:
+    def _means(self, job: _Job, sums: MetricSums) -> dict[str, float]:
         """Return the means over all ranks, the same on each. Collective over the layout."""
+        replica = job.replica
         group = self._context.pool.meshes.batch_group(replica.layout)
         means = {name: float(value) for name, value in sums.reduce(group, self._context.device).items()}
+        means["loss"] += job.balance_weight * means.get(EXPERT_BALANCE_LOSS, 0.0)
         return self._stage(replica).from_last(means) if replica.layout.dims.pp > 1 else means
 
     def _exceeds(self, job: _Job, measured: MetricSums) -> bool:
         """Return whether a mini-batch exceeds a limit; the same on every rank of the layout, to the last bit."""
-        above = job.options.exceeded(self._means(job.replica, measured)) is not None
+        above = job.options.exceeded(self._means(job, measured)) is not None
         group = self._context.pool.meshes.group(job.replica.layout, *AXES)
         if group is None:
             return above

@@ -263,6 +263,8 @@ class PoolBuilder:
         if kept.keys() >= set(self.dataflow.roles):
             return kept
         roles = describe_roles(self.module.roles(), self.options.tp_plans, max_tp=self.facts.world_size)
+        for role in self.dataflow.trained_roles:
+            roles[role] = _balanced(roles[role], self.module.train_options_of(role).router_aux_loss_coef)
         self._described.update(roles)
         if _POOL_ATTRIBUTE in vars(self.module):
             setattr(self.module, _ROLES_ATTRIBUTE, roles)
@@ -343,3 +345,11 @@ class PoolBuilder:
 def _announce(role: str, model: ModelSpec, layout: Layout) -> None:
     if model.num_elements >= _MIN_WEIGHTS_ANNOUNCED:
         rank_zero_info(f"reading {role}, {model.num_elements / 1e9:.1f} billion weights, into {layout}")
+
+
+def _balanced(role: RoleMemory, weight: float | None) -> RoleMemory:
+    """Return the description of a role whose experts a loss of this weight balances; None: as its config says."""
+    shape = role.shape
+    if weight is None or shape is None or shape.experts is None:
+        return role
+    return replace(role, shape=replace(shape, experts=replace(shape.experts, is_balanced=weight > 0)))

@@ -143,7 +143,7 @@ class CallCost:
         elif kind == "infer":
             parts = self._infer(shape)
         else:
-            parts = self._train(shape, plan).scaled(shape.num_steps)
+            parts = (self._train(shape, plan) + self._count_experts(shape)).scaled(shape.num_steps)
         return parts + CallSeconds(other=self.links.efficiency.call_s)
 
     # ---- calls
@@ -162,6 +162,22 @@ class CallCost:
         waiting = self._waiting_share(tokens, plan)
         one = self._pipelined(forward.plus(backward), sharding, shape.num_micro_batches, sends, waiting_share=waiting)
         return one + self._reduce(backward) + self._sum_tied() + self._optimize()
+
+    def _count_experts(self, shape: CallShape) -> CallSeconds:
+        """Return the seconds of the passes before an optimizer step that only count the tokens of each expert.
+
+        There are none without a loss that balances experts, and where one micro-batch is a rank's share of the step.
+        """
+        experts = self.kernels.shape.experts
+        if experts is None or not experts.is_balanced or (shape.num_micro_batches <= 1 and self.dims.pp == 1):
+            return CallSeconds()
+        return self._route(shape)
+
+    def _route(self, shape: CallShape) -> CallSeconds:
+        """Return the seconds of a step's forward passes without heads."""
+        tokens, _ = self._micro_batch(shape)
+        stage = self._forward_stage(tokens, self.tokens.context, Pass())
+        return self._pipelined(stage, self._exposed_gather(stage), shape.num_micro_batches, self._send(tokens))
 
     def _generate(self, shape: CallShape) -> CallSeconds:
         load, pp = self.tokens.workload, self.dims.pp

@@ -63,6 +63,11 @@ class MeasuredCost(CallCost):
         step = self.optimizer(self.num_trained_sharded) * self.contention(1.0)
         return parts + CallSeconds(sharding=reduction, optimizer=step)
 
+    def _route(self, shape: CallShape) -> CallSeconds:
+        count, (tokens, _) = shape.num_micro_batches, self._micro_batch(shape)
+        stage = self._measured("infer", tokens, self.tokens.sequence, rest=False).repeated(self._contention_of(count))
+        return self._pipelined(stage, 0.0, count, self._send(tokens))
+
     def _generate(self, shape: CallShape) -> CallSeconds:
         load, pp = self.tokens.workload, self.dims.pp
         prompts = shape.num_prompts(shape.share) * (load.prompt_tokens - 1)

@@ -26,6 +26,8 @@ class Experts:
     """Number of blocks with an MLP in place of experts."""
     are_cut: bool = False
     """Whether tensor parallelism divides the experts' features; if not, each of its ranks computes all of them."""
+    is_balanced: bool = False
+    """Whether training adds a loss that balances them, for which a step's tokens are counted before its gradients."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_token <= self.count:
@@ -56,6 +58,9 @@ class Experts:
             shared_features=features * (read_size(config, "n_shared_experts") or 0) if shared is None else shared,
             num_dense_blocks=model.num_blocks - len({param.block for param in params}),
             are_cut=any(param.tensor_cut is not None for param in params),
+            is_balanced=bool(
+                getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0.0)
+            ),
         )
 
     def features_on(self, tp: int) -> float:

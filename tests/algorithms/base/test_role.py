@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -11,20 +9,6 @@ from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.model.batching_limits import attends_to_later_tokens
 from tests.models import EXPERT_FAMILIES, FAMILIES, SCORING_FAMILIES, SIZES, tiny_model
-
-
-@pytest.mark.parametrize("family", EXPERT_FAMILIES)
-def test_a_router_s_loss_is_refused_where_it_would_be_left_out(family: str) -> None:
-    def role(**settings: Any) -> Role:
-        trained = settings.pop("trained", True)
-        return Role(name="actor", source=tiny_model(family, **settings), trained=trained)
-
-    asked = role(output_router_logits=True, router_aux_loss_coef=10.0)
-    for attempt in (asked.describe, lambda: asked.build(seed=0)):
-        with pytest.raises(ConfigError, match=r"actor has output_router_logits=True, router_aux_loss_coef=10.0 .*set"):
-            attempt()
-    for settings in ({"router_aux_loss_coef": 0.0}, {"output_router_logits": False}, {"trained": False}):
-        role(**{"output_router_logits": True, "router_aux_loss_coef": 10.0, **settings}).build(seed=0)
 
 
 def test_an_encoder_is_no_language_model_unless_it_is_a_decoder() -> None:

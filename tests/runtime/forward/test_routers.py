@@ -15,6 +15,7 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.forward.routers import (
     RoutedPass,
     Routers,
+    balance_weight,
     install_routers,
     load_metrics,
     routers_of,
@@ -118,6 +119,29 @@ def test_a_router_that_chooses_otherwise_is_refused_by_name() -> None:
     record = torch.zeros(12, routers.width, dtype=torch.uint8)
     with pytest.raises(ConfigError, match="MixtralTopKRouter chooses experts by 0 calls"):
         _run(model, RoutedPass(routers, replayed=record))
+
+
+def test_the_config_asks_for_a_loss_where_transformers_adds_it_and_a_setting_overrides() -> None:
+    asking = {"output_router_logits": True, "router_aux_loss_coef": 0.25}
+    assert balance_weight(tiny_model("mixtral", **asking), None, "actor") == 0.25
+    assert balance_weight(tiny_model("mixtral", **asking), 0.0, "actor") == 0.0
+    assert balance_weight(tiny_model("mixtral", router_aux_loss_coef=0.25), None, "actor") == 0.0
+    assert balance_weight(tiny_model("olmoe"), 0.5, "actor") == 0.5
+    for family in ("deepseek_v3", "glm4_moe", "llama"):  # transformers defines no such loss
+        model = tiny_model(family, **asking)
+        assert balance_weight(model, None, "actor") == 0.0
+        with pytest.raises(
+            ConfigError, match=f"actor has router_aux_loss_coef=0.5, .* no loss of {type(model).__name__}"
+        ):
+            balance_weight(model, 0.5, "actor")
+
+
+def test_a_config_whose_routers_are_not_known_is_refused() -> None:
+    model = tiny_model("mixtral", output_router_logits=True, router_aux_loss_coef=0.25)
+    for module in model.modules():
+        vars(module).pop("top_k", None)
+    with pytest.raises(ConfigError, match="actor has output_router_logits=True in its config"):
+        balance_weight(model, None, "actor")
 
 
 def test_loads_by_hand() -> None:

@@ -142,6 +142,22 @@ def test_expert_parallel_ranks_exchange_tokens_and_gather_fewer_weights() -> Non
         assert trained[text].sharding == pytest.approx(9 * (sent + num_hops * CLUSTER.intra_node_latency_s), rel=0.01)
 
 
+def test_a_loss_that_balances_experts_adds_forward_passes_to_several_micro_batches() -> None:
+    answers = estimator(MIXTURE, efficiency=IDEAL)
+    roles = {
+        name: replace(role, shape=replace(role.shape, experts=replace(role.shape.experts, is_balanced=True)))
+        for name, role in roles_of(MIXTURE).items()
+        if role.shape is not None and role.shape.experts is not None
+    }
+    balanced = RooflineEstimator(PPO_FLOW, CLUSTER, roles, HALF, LOAD, efficiency=IDEAL)
+    for layout, num_forward in (("dp1", 1), ("pp2", 1), ("dp8", 1)):
+        plain, counted = (seconds("actor.train", layout, each).compute for each in (answers, balanced))
+        forward = seconds("reference.infer", layout, answers).compute
+        assert plain + 0.5 * forward < counted <= plain + num_forward * forward
+    whole = {"micro_batch_tokens": 10**6}
+    assert seconds("actor.train", "dp8", balanced, **whole) == seconds("actor.train", "dp8", answers, **whole)
+
+
 def test_ranks_that_divide_experts_read_fewer_of_them_in_a_decoding_step() -> None:
     load = replace(LOAD, num_sequences=8)
     at_once = replace(IDEAL, experts_launch_s=0)
