@@ -75,6 +75,8 @@ class PackedBatch:
     """(N, layers * chosen) experts that the tokens' routers are given; None: they choose."""
     expert_counts: Tensor | None = None
     """(layers, experts) int64, to which forward passes add the tokens of `response_mask` by expert; None: nowhere."""
+    expert_loads: Tensor | None = None
+    """(layers, experts) int64, to which forward passes add all tokens by expert; None: nowhere."""
     balance_loss: BalanceLoss | None = None
     """Loss that the routers of forward passes add to; None: there is none."""
 

@@ -106,6 +106,8 @@ class TrainOptions:
             all later ones of the iteration are skipped.
         router_aux_loss_coef: Weight of the loss that balances a mixture of experts, by transformers' formula for the
             model; 0: none; None: ``router_aux_loss_coef`` of a config with ``output_router_logits=True``, else none.
+        router_bias_update_rate: Step of the biases by which tokens choose experts, after each optimizer step: up for
+            experts with fewer tokens than the mean, down for others, as in DeepSeek-V3; 0: they stay.
         compile: Backend of ``torch.compile`` for the model's blocks in training, such as ``"inductor"``; None does not
             compile. Inference never does; generation as ``GenerationOptions(compile=...)`` says.
 
@@ -122,6 +124,7 @@ class TrainOptions:
     max_skipped_steps: int | None = 10
     stop_above: Mapping[str, float] = field(default_factory=dict)
     router_aux_loss_coef: float | None = None
+    router_bias_update_rate: float = 0.0
     compile: str | None = None
 
     def __post_init__(self) -> None:
@@ -144,6 +147,9 @@ class TrainOptions:
             raise ConfigError(
                 f"router_aux_loss_coef={coefficient!r} must be a number, at least 0; leave it out for the config's"
             )
+        rate = self.router_bias_update_rate
+        if not (is_number(rate) and 0 <= rate < math.inf):
+            raise ConfigError(f"router_bias_update_rate={rate!r} must be a number, at least 0, such as 0.001")
         if self.compile is not None:
             check_compile_backend(self.compile)
         for metric, limit in self.stop_above.items():

@@ -124,6 +124,11 @@ class PlacedRoles:
             transport=self._options.transport,
             tp_plans=self._options.tp_plans,
             averages={role.name: MovingAverage(role.average_of, role.average_rate) for role in averaged},
+            biased=frozenset(
+                role.name
+                for role in roles
+                if role.trained and self.module.train_options_of(role.name).router_bias_update_rate
+            ),
             sharers={role.name: role.shares for role in roles if role.shares is not None},
         )
         return PoolBuilder(

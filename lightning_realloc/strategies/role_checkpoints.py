@@ -64,9 +64,10 @@ class RoleCheckpoints:
         self._background = BackgroundSave()
 
     def module_state(self) -> dict[str, Any]:
-        """Return the part of the module's state that rank 0 writes; see `unsharded_state`."""
+        """Return the part of the module's state that rank 0 writes; see `unsharded_state`. Collective."""
         if self._ended_early():
             return {}
+        self._placed.pool.sync_biases()
         return unsharded_state(self._placed.module, self._placed.pool)
 
     def _ended_early(self) -> bool:
@@ -204,6 +205,7 @@ class RoleCheckpoints:
             if role in pool.changing_roles:
                 require_finite_weights(pool, role, place)
             weights = self.full_weights(role, names)
+            pool.sync_biases()
         run_on_first_rank(
             lambda: hf_folder.write_running_model(
                 pool.home(role).model, weights, models.tokenizer, place, role=role, dtype=parsed, merge=merge

@@ -16,7 +16,7 @@ from tests.documentation.pages import examples
 from tests.models import byte_tokenizer, tiny_model, tiny_scorer
 
 ACTORS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "runs/demo/warm")
-MIXTURES = ("Qwen/Qwen3-30B-A3B",)
+MIXTURES = {"Qwen/Qwen3-30B-A3B": "qwen3_moe", "zai-org/GLM-4.5-Air": "glm4_moe"}
 REWARD_MODELS = ("Skywork/Skywork-Reward-V2-Qwen3-0.6B", "my/reward-model")
 SIZES = {"vocab_size": 260, "max_position_embeddings": 4096}
 MOST_TOKENS = range(2, 200)
@@ -39,7 +39,7 @@ ROWS = {"train": CHATS, "pairs": PAIRS, "runs/demo/train": PROMPTS, "runs/demo/h
 def write_folder(folder: Path) -> None:
     """Write models, data and a plan."""
     for name in (*ACTORS, *MIXTURES):
-        model = tiny_model("qwen3_moe" if name in MIXTURES else "qwen3", **SIZES)
+        model = tiny_model(MIXTURES.get(name, "qwen3"), **SIZES)
         model.generation_config.eos_token_id = list(MOST_TOKENS)
         model.save_pretrained(folder / name)
     for name in REWARD_MODELS:

@@ -51,7 +51,7 @@ from lightning_realloc.rewards.functions import RewardFunctions
 from lightning_realloc.runtime.forward.attention.packable import check_packable
 from lightning_realloc.runtime.forward.attention.packed_attention import check_segments
 from lightning_realloc.runtime.forward.liger import use_liger_kernels
-from lightning_realloc.runtime.forward.routers import balance_weight
+from lightning_realloc.runtime.forward.routers import check_balance
 from lightning_realloc.seeds import seed_of_run
 from lightning_realloc.setting_hints import HintTable, SuggestsSettings, refuses_unknown
 from lightning_realloc.trainers import planned_iterations, trainer_callbacks
@@ -342,7 +342,7 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
                     deferred=deferred,
                 )
                 if role.trained:
-                    balance_weight(model, self.train_options_of(role.name).router_aux_loss_coef, role.name)
+                    check_balance(model, self.train_options_of(role.name), role.name)
                 if self.liger_kernels:
                     use_liger_kernels(model, role.name, self._strategy.root_device)
                 setattr(self, role.name, model)

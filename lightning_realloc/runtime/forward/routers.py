@@ -21,8 +21,11 @@ from transformers import PreTrainedModel
 
 from lightning_realloc.batch.balance_loss import BalanceLoss
 from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.forward.token_group import TokenGroup
+from lightning_realloc.runtime.model.adapter_layers import adapted_layers
+from lightning_realloc.runtime.model.choice_biases import choice_biases
 from lightning_realloc.runtime.model.structure import find_blocks
 
 _ARGUMENT = "routed_pass"
@@ -91,7 +94,9 @@ class RoutedPass:
         counted: (n,) bool: tokens to count; None: all.
         records: Whether the choices are kept for `record`.
         known: (n, L * k) records that have the layers of earlier pipeline stages; None: this model has all layers.
-        balance: Loss that balances experts, and (n,) times that each token counts in it; None: there is none.
+        loads: (L, E) to which all tokens of each expert are added; None: they are not counted.
+        balance: Loss that balances experts; None: there is none.
+        times: (n,) times that each token counts in ``loads`` and ``balance``.
     """
 
     def __init__(
@@ -103,12 +108,14 @@ class RoutedPass:
         counted: Tensor | None = None,
         records: bool = False,
         known: Tensor | None = None,
-        balance: tuple[BalanceLoss, Tensor] | None = None,
+        loads: Tensor | None = None,
+        balance: BalanceLoss | None = None,
+        times: Tensor | None = None,
     ) -> None:
         self._routers, self._replayed, self._counts = routers, replayed, counts
         self._weights = None if counted is None else counted.long().repeat_interleave(routers.num_chosen)
         self._chosen: dict[int, Tensor] | None = {} if records else None
-        self._known, self._balance = known, balance
+        self._known, self._loads, self._balance, self._times = known, loads, balance, times
 
     @property
     def arguments(self) -> dict[str, RoutedPass]:
@@ -138,18 +145,21 @@ class RoutedPass:
         """
         logits, weights, chosen = output
         self._observe_experts(layer, chosen.detach())
-        if self._balance is not None:
-            loss, tokens = self._balance
-            weights = loss.follow(weights, logits, tokens)
+        if self._balance is not None and self._times is not None:
+            weights = self._balance.follow(weights, logits, self._times)
         return logits, weights, chosen
 
     def _observe_experts(self, layer: int, experts: Tensor) -> None:
         if self._chosen is not None:
             self._chosen[layer] = experts.to(self._routers.dtype)
-        if self._counts is not None and torch._C._current_graph_task_id() == -1:
-            chosen = experts.reshape(-1)
+        if torch._C._current_graph_task_id() != -1:
+            return
+        chosen = experts.reshape(-1)
+        if self._counts is not None:
             weights = torch.ones_like(chosen) if self._weights is None else self._weights
             self._counts[layer].scatter_add_(0, chosen, weights)
+        if self._loads is not None and self._times is not None:
+            self._loads[layer].scatter_add_(0, chosen, self._times.repeat_interleave(self._routers.num_chosen))
 
 
 class RouterTap:
@@ -275,6 +285,23 @@ def balance_weight(model: nn.Module, asked: float | None, role: str) -> float:
     return weight
 
 
+def check_balance(model: nn.Module, options: TrainOptions, role: str) -> None:
+    """Raise ConfigError for a trained model that has no loss or no biases of the kind that its options name."""
+    balance_weight(model, options.router_aux_loss_coef, role)
+    found, rate = _find_routers(model), options.router_bias_update_rate
+    sizes = None if found is None else [router.num_experts for _, router in found]
+    if rate and (adapted_layers(model) or [len(bias) for bias in choice_biases(model)] != sizes):
+        reason = (
+            "trains adapters, over a base that stays as it is"
+            if adapted_layers(model)
+            else f"is a {type(model).__name__} without a buffer e_score_correction_bias for each router"
+        )
+        raise ConfigError(
+            f"{role} has router_bias_update_rate={rate} and {reason}; leave it out, train whole weights of a model "
+            f"such as DeepSeek-V3 or GLM-4-MoE, or balance experts by router_aux_loss_coef"
+        )
+
+
 def balance_loss_of(model: nn.Module, device: torch.device) -> BalanceLoss:
     """Return the loss of an optimizer step of a model that has a `balance_weight`."""
     routers = routers_of(model)
@@ -284,16 +311,19 @@ def balance_loss_of(model: nn.Module, device: torch.device) -> BalanceLoss:
 
 def routing_arguments(model: nn.Module, packed: PackedBatch, tokens: TokenGroup | None) -> dict[str, RoutedPass]:
     """Return the keyword arguments by which a model's routers follow a pack; none if there is nothing to do."""
-    routers, counts, experts, loss = routers_of(model), packed.expert_counts, packed.experts, packed.balance_loss
-    if routers is None or (counts is None and experts is None and loss is None):
+    routers, experts, loads, loss = routers_of(model), packed.experts, packed.expert_loads, packed.balance_loss
+    is_balanced = loads is not None or loss is not None
+    if routers is None or (packed.expert_counts is None and experts is None and not is_balanced):
         return {}
     cut: Callable[[Tensor], Tensor] = (lambda row: row) if tokens is None else tokens.cut
     return RoutedPass(
         routers,
         replayed=None if experts is None else cut(experts),
-        counts=counts,
+        counts=packed.expert_counts,
         counted=cut(packed.response_mask),
-        balance=None if loss is None else (loss, cut(packed.multiplicity)),
+        loads=loads,
+        balance=loss,
+        times=cut(packed.multiplicity) if is_balanced else None,
     ).arguments
 
 

@@ -6,8 +6,9 @@ over the ranks is logged, and ``sums``, which are added up. Metrics of a trainin
 
 from __future__ import annotations
 
+import logging
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -20,6 +21,7 @@ from lightning_realloc.batch.balance_loss import BalanceLoss
 from lightning_realloc.batch.samples import TOKEN_AGES, Samples
 from lightning_realloc.batch.training import Loss
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
+from lightning_realloc.errors import ReallocError
 from lightning_realloc.generation import GenerationStats
 from lightning_realloc.runtime.forward.routers import Routers, load_metrics
 from lightning_realloc.runtime.messages.codec import decode_message, encode_message
@@ -31,6 +33,7 @@ from lightning_realloc.strategies.exchange.iteration_report import IterationRepo
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 ITERATION_S = "iteration_s"
 """Name of the seconds of the iteration before. Not logged: `with_rates` divides tokens by it."""
 _GENERATED = "generated/"
@@ -112,6 +115,8 @@ class MetricSums:
         """Mini-batches counted so far."""
         self.expert_counts: Tensor | None = None
         """(layers, experts) tokens of each expert on this rank; None: none were counted."""
+        self.expert_loads: Tensor | None = None
+        """(layers, experts) all tokens of each expert on this rank, in one optimizer step; None: none were counted."""
         self.balance_loss: BalanceLoss | None = None
         """Loss that balances experts, of one optimizer step; None: there is none."""
         self._loss: list[Tensor] = []
@@ -168,6 +173,45 @@ class MetricSums:
         if group is not None:  # tensor-parallel ranks count the same tokens: ratios stay
             dist.all_reduce(counts, group=group)
         return load_metrics(counts.cpu())
+
+
+class SkippedSteps:
+    """Counts the optimizer steps in a row that each role skipped because its gradient norm was not finite.
+
+    Every rank of a role's layout sees the same norms, so all of them count alike and raise together.
+    """
+
+    def __init__(self) -> None:
+        self._in_a_row: Counter[str] = Counter()
+
+    def record_step(self, role: str) -> None:
+        """Record a step that was taken."""
+        self._in_a_row[role] = 0
+
+    def record_skip(self, role: str, place: str, cause: str, *, limit: int | None, warns: bool) -> None:
+        """Record a step that was skipped.
+
+        Args:
+            role: Role whose step was skipped.
+            place: The iteration and the mini-batch, for messages.
+            cause: The norm and the parameter, for messages.
+            limit: Skipped steps in a row that stop the run; None: it never stops.
+            warns: Whether this rank writes the warning.
+
+        Raises:
+            ReallocError: at the limit.
+        """
+        self._in_a_row[role] += 1
+        count = self._in_a_row[role]
+        if warns:
+            log.warning("%s: skipped the optimizer step of %s: %s; skipped in a row: %d", role, place, cause, count)
+        if limit is not None and count >= limit:
+            raise ReallocError(
+                f"{role}: the gradient norm was not finite in {count} optimizer steps in a row, "
+                f"max_skipped_steps={limit}, last in {place}: {cause}. The weights are those before the first of them. "
+                f"Lower the learning rate, look at the data and rewards of these mini-batches, or raise "
+                f"max_skipped_steps in TrainOptions (None never stops)"
+            )
 
 
 class RunMetrics:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -28,6 +26,7 @@ from lightning_realloc.errors import LayoutError, PlanError, ReallocError
 from lightning_realloc.layout import AXES
 from lightning_realloc.runtime.forward.activation_offload import ActivationOffload
 from lightning_realloc.runtime.forward.routers import balance_loss_of, balance_weight, routers_of
+from lightning_realloc.runtime.model.choice_biases import update_biases
 from lightning_realloc.runtime.model.training_mode import set_training_mode
 from lightning_realloc.runtime.parallel.compiled import compiled_blocks
 from lightning_realloc.runtime.parallel.gradients import (
@@ -42,7 +41,7 @@ from lightning_realloc.runtime.parallel.tp_plan import PARTIAL_GRADIENT, with_wi
 from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.engine_pool import EnginePool
 from lightning_realloc.strategies.calls.full_device import SmallerBatches
-from lightning_realloc.strategies.calls.metrics import MetricSums
+from lightning_realloc.strategies.calls.metrics import MetricSums, SkippedSteps
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.exchange.sample_table import PositionedRows
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
@@ -50,8 +49,6 @@ from lightning_realloc.strategies.pool.replica import Replica
 
 EXPERT_BALANCE_LOSS = "expert_balance_loss"
 LossMethod = Callable[..., Loss]
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +180,7 @@ class TrainCalls:
         if is_finite:
             self._hooks.step(optimizer)
             self._skipped.record_step(replica.role)
+            self._update_biases(job, measured)
             sums.num_steps += 1
         else:
             sums.num_skipped += 1
@@ -236,7 +234,9 @@ class TrainCalls:
         Dropout then draws the same masks again. Collective over the layout.
         """
         replica, device = job.replica, self._context.device
-        packs = (replace(self._pack(job, micro, sums), expert_counts=None) for micro in micro_batches)
+        packs = (
+            replace(self._pack(job, micro, sums), expert_counts=None, expert_loads=None) for micro in micro_batches
+        )
         precision = self._hooks.forward_context(wrapped=isinstance(replica.model, FSDPModule))
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad(), precision:
             if replica.layout.dims.pp > 1:
@@ -258,6 +258,17 @@ class TrainCalls:
         value = loss.settle(weight=job.balance_weight, num_copies=copies, gradient_scale=job.gradient_scale)
         sums.add_shared(EXPERT_BALANCE_LOSS, value)
 
+    def _update_biases(self, job: _Job, measured: MetricSums) -> None:
+        """Update the biases by which tokens choose experts after an optimizer step. Collective over the layout."""
+        routers, rate = routers_of(job.replica.model), job.options.router_bias_update_rate
+        if not rate or routers is None:
+            return
+        loads = routers.no_counts(self._context.device) if measured.expert_loads is None else measured.expert_loads
+        group = self._context.pool.meshes.group(job.replica.layout, *AXES)
+        if group is not None:  # tensor-parallel ranks count the same tokens: directions stay
+            dist.all_reduce(loads, group=group)
+        update_biases(job.replica.model, loads, rate)
+
     def _pack(self, job: _Job, micro: MicroBatch, sums: MetricSums) -> PackedBatch:
         """Return a micro-batch whose forward adds to the counts of experts, if its model has some."""
         rows, routers = job.rows.select(micro.positions), routers_of(job.replica.model)
@@ -271,7 +282,14 @@ class TrainCalls:
             return batch
         if sums.expert_counts is None:
             sums.expert_counts = routers.no_counts(self._context.device)
-        return replace(batch, expert_counts=sums.expert_counts, balance_loss=sums.balance_loss)
+        if sums.expert_loads is None and job.options.router_bias_update_rate:
+            sums.expert_loads = routers.no_counts(self._context.device)
+        return replace(
+            batch,
+            expert_counts=sums.expert_counts,
+            expert_loads=sums.expert_loads,
+            balance_loss=sums.balance_loss,
+        )
 
     @contextmanager
     def _counted_forward(self, is_wrapped: bool) -> Iterator[None]:
@@ -350,42 +368,3 @@ class TrainCalls:
         place = f"iteration {self._hooks.iteration}, mini-batch {minibatch}"
         warns, limit = self._context.rank == replica.layout.ranks[0], job.options.max_skipped_steps
         self._skipped.record_skip(replica.role, place, cause, limit=limit, warns=warns)
-
-
-class SkippedSteps:
-    """Counts the optimizer steps in a row that each role skipped because its gradient norm was not finite.
-
-    Every rank of a role's layout sees the same norms, so all of them count alike and raise together.
-    """
-
-    def __init__(self) -> None:
-        self._in_a_row: Counter[str] = Counter()
-
-    def record_step(self, role: str) -> None:
-        """Record a step that was taken."""
-        self._in_a_row[role] = 0
-
-    def record_skip(self, role: str, place: str, cause: str, *, limit: int | None, warns: bool) -> None:
-        """Record a step that was skipped.
-
-        Args:
-            role: Role whose step was skipped.
-            place: The iteration and the mini-batch, for messages.
-            cause: The norm and the parameter, for messages.
-            limit: Skipped steps in a row that stop the run; None: it never stops.
-            warns: Whether this rank writes the warning.
-
-        Raises:
-            ReallocError: at the limit.
-        """
-        self._in_a_row[role] += 1
-        count = self._in_a_row[role]
-        if warns:
-            log.warning("%s: skipped the optimizer step of %s: %s; skipped in a row: %d", role, place, cause, count)
-        if limit is not None and count >= limit:
-            raise ReallocError(
-                f"{role}: the gradient norm was not finite in {count} optimizer steps in a row, "
-                f"max_skipped_steps={limit}, last in {place}: {cause}. The weights are those before the first of them. "
-                f"Lower the learning rate, look at the data and rewards of these mini-batches, or raise "
-                f"max_skipped_steps in TrainOptions (None never stops)"
-            )

@@ -28,10 +28,8 @@ from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.parallelize import needs_fsdp, parallelize
 from lightning_realloc.runtime.parallel.shards import (
     allocate_weights,
-    bind_tensors,
     fill_weights,
     free_weights,
-    local_tensors,
     reshard,
     take_weights,
     weightless_copy,
@@ -46,6 +44,8 @@ from lightning_realloc.strategies.pool.replica import (
     connect_copy,
     prepare_copy,
     refuse_thawed,
+    share_weights,
+    sync_biases,
     undivided_like,
 )
 from lightning_realloc.strategies.pool.weight_streams import WeightStreams
@@ -323,7 +323,7 @@ class ModelPool:
             return None
         reshard(home.model)
         if target.layout == home.layout and self._has_dtype_of_copies(home.role):
-            self._share(home, target)
+            share_weights(home, target)
             return None
         has_own_memory = self.streams.is_allowed(call)
         if target.weight_copy is None or (has_own_memory and target.weight_copy.is_shared):
@@ -337,11 +337,10 @@ class ModelPool:
             reshard(target.model)
         return report
 
-    def _share(self, home: Replica, target: Replica) -> None:
-        """Bind a replica in the home layout to the home replica's storage."""
-        if target.version == 0 and home.is_inside:
-            bind_tensors(target.model, local_tensors(home.model))
-        target.version, target.frozen_version = home.version, home.frozen_version
+    def sync_biases(self) -> None:
+        """Give all ranks the biases of routers that training updates. Collective over all ranks."""
+        for role in self._options.biased:
+            sync_biases(self._home[role], self._options)
 
     def ready(self, call: str) -> Replica | None:
         """Return the replica of ``call`` if this rank can read it at any time without other ranks, else None.
@@ -356,7 +355,7 @@ class ModelPool:
             return None
         if target.layout == home.layout and target is not home and self._has_dtype_of_copies(home.role):
             reshard(home.model)
-            self._share(home, target)
+            share_weights(home, target)
         return target if target is home or target.version == home.version else None
 
     def take_report(self, call: str) -> ReallocationReport | None:

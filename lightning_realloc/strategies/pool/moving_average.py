@@ -9,10 +9,11 @@ import torch
 
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.errors import PlanError
+from lightning_realloc.runtime.model.choice_biases import copy_biases
 from lightning_realloc.runtime.parallel.shards import local_tensors, reshard
 from lightning_realloc.runtime.transfer.executor import Reallocation
 from lightning_realloc.strategies.pool.pool_options import PoolOptions
-from lightning_realloc.strategies.pool.replica import Replica
+from lightning_realloc.strategies.pool.replica import Replica, sync_biases
 
 
 class AveragedRoles:
@@ -53,6 +54,8 @@ class AveragedRoles:
             ours = local_tensors(average.model)
             torch._foreach_lerp_(list(ours.values()), [reallocation.target_tensors[name] for name in ours], rate)
         reallocation.release()
+        sync_biases(trained, self._options)
+        copy_biases(trained.model, average.model, rate=rate)
         return seconds
 
     def _connect(self, trained: Replica, average: Replica) -> Reallocation:

@@ -56,6 +56,8 @@ class PoolOptions:
     """Role -> tensor-parallel styles, for models without a plan of their own."""
     averages: Mapping[str, MovingAverage]
     """Role -> the moving average that its weights are."""
+    biased: frozenset[str]
+    """Roles whose training updates the biases by which tokens choose experts."""
     sharers: Mapping[str, str]
     """Role without weights of its own -> the role whose base it uses, with adapters off."""
 

@@ -17,7 +17,7 @@ from lightning_realloc.errors import PlanError
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.parallel.shards import local_tensor, reshard
 from lightning_realloc.strategies.pool.pool_options import PoolOptions
-from lightning_realloc.strategies.pool.replica import Replica
+from lightning_realloc.strategies.pool.replica import Replica, sync_biases
 
 
 def _move(
@@ -40,6 +40,7 @@ def _move(
 
 def move_weights(old: Replica, new: Replica, options: PoolOptions) -> None:
     """Fill a new home replica from the old one. Collective over all ranks."""
+    sync_biases(old, options)
     held, room = old.held_tensors(), new.held_tensors()
     mine = {parameter.dtype for parameter in new.model.parameters()}  # a pipeline stage may lack some
     for dtype in sorted(set().union(*gather_objects(mine)), key=str):

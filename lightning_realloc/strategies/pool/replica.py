@@ -6,16 +6,19 @@ stays where it is and megabytes of adapters move.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from functools import reduce
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelLayout
 from lightning_realloc.runtime.messages.objects import gather_objects
+from lightning_realloc.runtime.model.choice_biases import choice_biases, copy_biases
 from lightning_realloc.runtime.model.structure import tied_names
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.parallelize import (
@@ -38,12 +41,14 @@ from lightning_realloc.strategies.pool.pool_options import PoolOptions
 
 @dataclass(frozen=True, slots=True)
 class WeightCopy:
-    """The reallocations from a home replica to another one."""
+    """The copies from a home replica to another one."""
 
     frozen: Reallocation | None
     """For frozen parameters; None if there are none."""
     trained: Reallocation | None
     """For all other parameters; None if there are none."""
+    copy_buffers: Callable[[], None]
+    """Copies the biases of routers, after training; collective over all ranks."""
 
     @property
     def _parts(self) -> tuple[Reallocation, ...]:
@@ -65,8 +70,10 @@ class WeightCopy:
         return sum(part.shared_bytes for part in self._parts)
 
     def run(self, *, frozen: bool, trained: bool) -> ReallocationReport | None:
-        """Copy frozen or trained weights or both; None if there are none. Collective over the ranks of both layouts."""
+        """Copy frozen or trained weights or both; None if there are none. Collective over all ranks."""
         due = (self.frozen if frozen else None, self.trained if trained else None)
+        if trained:
+            self.copy_buffers()
         return added_reports([part.run() for part in due if part is not None])
 
     def release(self) -> None:
@@ -163,10 +170,33 @@ def connect_copy(
         return options.reallocation(source, sent, there, transport="direct", target_tensors=room)
 
     others = {param.name for param in home.model_layout.model.params} - frozen
-    weight_copy = WeightCopy(reallocation(frozen), reallocation(others))
+
+    def copy_buffers() -> None:
+        sync_biases(home, options)
+        copy_biases(home.model, target.model)
+
+    weight_copy = WeightCopy(reallocation(frozen), reallocation(others), copy_buffers)
     if target.is_inside and not uses_storage:
         bind_tensors(target.model, weight_copy.target_tensors)
     return weight_copy
+
+
+def share_weights(home: Replica, target: Replica) -> None:
+    """Bind a replica in the home layout to the home replica's storage."""
+    if target.version == 0 and home.is_inside:
+        bind_tensors(target.model, local_tensors(home.model))
+    copy_biases(home.model, target.model)
+    target.version, target.frozen_version = home.version, home.frozen_version
+
+
+def sync_biases(home: Replica, options: PoolOptions) -> None:
+    """Give ranks that do not train a role the biases of its routers, if training updates them. Collective."""
+    if home.role not in options.biased or len(home.layout.ranks) == options.facts.world_size:
+        return
+    biases = choice_biases(home.model)
+    trained = torch.stack(biases)
+    dist.broadcast(trained, home.layout.ranks[0])
+    torch._foreach_copy_(biases, list(trained))
 
 
 def undivided_like(blank: nn.Module, old: Replica) -> nn.Module:

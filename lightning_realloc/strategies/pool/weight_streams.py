@@ -133,6 +133,8 @@ class WeightStreams:
             return
         for call in (call for call in dataflow.model_calls if call.kind == "generate"):
             obstacle = "ParameterReallocation frees replicas" if frees_copies else _obstacle(call, dataflow, plan)
+            if call.role in self._options.biased:
+                obstacle = f"the biases of {call.role}'s routers are updated, which are no weights"
             if obstacle is None:
                 self._calls += (call.name,)
             else:

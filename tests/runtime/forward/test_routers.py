@@ -11,15 +11,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.forward.routers import (
     RoutedPass,
     Routers,
     balance_weight,
+    check_balance,
     install_routers,
     load_metrics,
     routers_of,
 )
+from lightning_realloc.runtime.model.training_mode import set_training_mode
 from tests.models import EXPERT_FAMILIES, FURTHER_EXPERT_FAMILIES, tiny_model
 
 FAMILIES = (*EXPERT_FAMILIES, *FURTHER_EXPERT_FAMILIES, "gpt_oss")
@@ -134,6 +137,30 @@ def test_the_config_asks_for_a_loss_where_transformers_adds_it_and_a_setting_ove
             ConfigError, match=f"actor has router_aux_loss_coef=0.5, .* no loss of {type(model).__name__}"
         ):
             balance_weight(model, 0.5, "actor")
+
+
+@torch.no_grad()
+def test_jitter_is_drawn_where_dropout_is() -> None:
+    model, _ = _mixture("mixtral")
+    plain = _run(model)
+    for module in model.modules():
+        if hasattr(module, "jitter_noise"):
+            module.jitter_noise = 0.5
+    set_training_mode(model, dropout=False)
+    assert _run(model).equal(plain)
+    set_training_mode(model, dropout=True)
+    assert not _run(model).equal(plain)
+
+
+def test_biases_are_updated_in_models_that_have_them_alone() -> None:
+    options = TrainOptions(router_bias_update_rate=0.001)
+    for family in ("deepseek_v3", "glm4_moe"):
+        check_balance(tiny_model(family), options, "actor")
+    for family in ("mixtral", "llama"):
+        model = tiny_model(family)
+        check_balance(model, TrainOptions(), "actor")
+        with pytest.raises(ConfigError, match=f"router_bias_update_rate=0.001 and is a {type(model).__name__} without"):
+            check_balance(model, options, "actor")
 
 
 def test_a_config_whose_routers_are_not_known_is_refused() -> None:
