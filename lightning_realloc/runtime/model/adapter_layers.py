@@ -32,7 +32,7 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(getattr(module, "base_layer", None), nn.Module) and hasattr(module, "merged_adapters")
+        if isinstance(module._modules.get("base_layer"), nn.Module) and hasattr(module, "merged_adapters")
     }
 
 
