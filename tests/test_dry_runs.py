@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from lightning_realloc.errors import ConfigError
-from tests.dry_runs import _remembered, structure
+from tests.dry_runs import _described_once, _remembered, structure
 from tests.models import tiny_model
 
 
@@ -65,3 +65,25 @@ def test_only_models_that_passed_are_not_checked_again() -> None:
         with pytest.raises(ConfigError, match="refused"):
             remembered(model, "refused")
     assert checked == ["None", "layer", "layer", "refused", "refused"]
+
+
+def _untie(model: nn.Module) -> None:
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+
+
+def _plan_otherwise(model: nn.Module) -> None:
+    model._tp_plan = {}
+
+
+@pytest.mark.parametrize("change", [_untie, _plan_otherwise, _other_configuration])
+def test_a_changed_model_or_option_is_described_again(change: Callable[[nn.Module], None]) -> None:
+    described: list[int] = []
+
+    def describe(model: nn.Module, *, max_tp: int) -> int:
+        described.append(max_tp)
+        return len(described)
+
+    known, changed = _described_once(describe), tiny_model("qwen2")  # whose head is tied
+    change(changed)
+    asked = [(tiny_model("qwen2"), 1), (tiny_model("qwen2", seed=1), 1), (tiny_model("qwen2"), 2), (changed, 1)]
+    assert [known(model, max_tp=max_tp) for model, max_tp in asked] == [1, 1, 2, 3]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -28,6 +29,12 @@ def _fail_on(rank: int) -> None:
     if dist.get_rank() == rank:
         raise ValueError("the third rank has its own opinion")
     dist.barrier()
+
+
+def _refuse(leaves_a_thread: bool) -> None:
+    if leaves_a_thread:
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    raise ValueError("no rank goes on")
 
 
 def _die_on(rank: int) -> None:
@@ -92,6 +99,17 @@ def test_an_exception_is_reported_with_its_rank_and_the_pool_recovers(workers: W
 
     assert list(failure.value.errors) == [2]
     assert len(workers.run(_sum_of_ranks, 0)) == 4
+
+
+@pytest.mark.parametrize("leaves_a_thread", [False, True])
+def test_processes_are_kept_if_every_rank_raises_and_leaves_no_thread(
+    workers: WorkerPool, leaves_a_thread: bool
+) -> None:
+    before = workers.run(os.getpid, world_size=2)
+    with pytest.raises(WorkerFailure, match=r"ranks \[0, 1\] of 2 failed"):
+        workers.run(_refuse, leaves_a_thread, world_size=2)
+    assert (workers.run(os.getpid, world_size=2) == before) != leaves_a_thread
+    assert len(workers.run(_sum_of_ranks, 0, world_size=2)) == 2
 
 
 def test_a_rank_that_dies_is_reported_with_its_exit_code_and_last_output(workers: WorkerPool) -> None:

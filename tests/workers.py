@@ -1,8 +1,8 @@
 """Pool of processes that run a test's function on several ranks, without new imports for every run.
 
 Processes are forked from a template that has imported torch, transformers and Lightning once. Every run gives the first
-``world_size`` of them a fresh environment, as torchrun would, and a fresh gloo process group. A run that fails or hangs
-ends all processes; the next run forks new ones.
+``world_size`` of them a fresh environment, as torchrun would, and a fresh gloo process group. A run that hangs, or in
+which a rank dies or leaves threads behind, ends all processes; the next run forks new ones.
 """
 
 from __future__ import annotations
@@ -87,6 +87,16 @@ class Request(NamedTuple):
     timeout_s: float
 
 
+class Answer(NamedTuple):
+    """End of a run on one rank."""
+
+    succeeded: bool
+    value: Any
+    """The function's result, or a traceback."""
+    is_orderly: bool = True
+    """Whether the process can run another function: the run has left no thread behind."""
+
+
 class Worker(NamedTuple):
     process: BaseProcess
     connection: Connection
@@ -127,10 +137,16 @@ class WorkerPool:
             for environment, worker in zip(rank_environments(world_size), team, strict=True):
                 request = Request(function, args, environment, init_process_group, deadline_s)
                 worker.connection.send_bytes(pickle.dumps(request))
-            return _collect(team, deadline_s)
+            answers = _collect(team, deadline_s)
         except BaseException:
             self._kill()
             raise
+        errors = {rank: answer.value for rank, answer in answers.items() if not answer.succeeded}
+        if errors and not (len(answers) == world_size and all(answer.is_orderly for answer in answers.values())):
+            self._kill()
+        if errors:
+            raise WorkerFailure(f"ranks {sorted(errors)} of {world_size} failed", errors)
+        return [answers[rank].value for rank in range(world_size)]
 
     def close(self) -> None:
         """Let idle workers exit, then kill the others."""
@@ -161,32 +177,29 @@ class WorkerPool:
         self._workers.clear()
 
 
-def _collect(team: list[Worker], deadline_s: float) -> list[Any]:
-    """Wait for every rank's result; a failure shortens the wait for the others to ``GRACE_S``."""
-    results: dict[int, Any] = {}
-    errors: dict[int, str] = {}
+def _collect(team: list[Worker], deadline_s: float) -> dict[int, Answer]:
+    """Return the answers of all ranks; a failure shortens the wait for the others to ``GRACE_S``."""
+    answers: dict[int, Answer] = {}
     give_up_at = time.monotonic() + deadline_s
-    while len(results) + len(errors) < len(team):
-        pending = {worker.connection: rank for rank, worker in enumerate(team) if rank not in results | errors}
+    while len(answers) < len(team):
+        pending = {worker.connection: rank for rank, worker in enumerate(team) if rank not in answers}
         ready = wait(list(pending), timeout=max(0.0, give_up_at - time.monotonic()))
+        has_failed = not all(answer.succeeded for answer in answers.values())
+        if not ready and has_failed:
+            break
         if not ready:
-            if errors:
-                break
             raise WorkerFailure(
                 f"no answer from ranks {sorted(pending.values())} within {deadline_s:g} s", _stacks(team)
             )
         for connection in ready:
             rank = pending[connection]
             try:
-                succeeded, answer = pickle.loads(team[rank].connection.recv_bytes())
+                answers[rank] = pickle.loads(team[rank].connection.recv_bytes())
             except (EOFError, ConnectionError):
-                succeeded, answer = False, _obituary(team[rank])
-            (results if succeeded else errors)[rank] = answer
-        if errors:
-            give_up_at = min(give_up_at, time.monotonic() + GRACE_S)
-    if errors:
-        raise WorkerFailure(f"ranks {sorted(errors)} of {len(team)} failed", errors)
-    return [results[rank] for rank in range(len(team))]
+                answers[rank] = Answer(False, _obituary(team[rank]), is_orderly=False)
+            if not answers[rank].succeeded:
+                give_up_at = min(give_up_at, time.monotonic() + GRACE_S)
+    return answers
 
 
 def _stacks(team: list[Worker]) -> dict[int, str]:
@@ -255,10 +268,11 @@ def _serve(connection: Connection, log: Path) -> None:
     sys.stdout = sys.stderr = stream
     faulthandler.enable(stream)
     gc.freeze()  # collecting imported objects takes half a second at the end of every run
-    from tests.dry_runs import remember_dry_runs, remember_entry_points
+    from tests.dry_runs import leave_logged_values, remember_dry_runs, remember_entry_points
 
     remember_dry_runs()
     remember_entry_points()
+    leave_logged_values()
     threading.Thread(target=_leave_with_parent, daemon=True, name="leave-with-parent").start()
     while True:
         try:
@@ -283,13 +297,15 @@ def _leave_with_parent() -> None:
 
 
 def _answer(message: bytes) -> bytes:
+    threads = set(threading.enumerate())
     try:
         request: Request = pickle.loads(message)
         with _process_state(request.environment):
             result = _call(request)
-        return pickle.dumps((True, result))
+        return pickle.dumps(Answer(True, result))
     except BaseException:  # SystemExit and pytest's outcomes are failures of the rank too
-        return pickle.dumps((False, traceback.format_exc()))
+        is_orderly = threads.issuperset(threading.enumerate())
+        return pickle.dumps(Answer(False, traceback.format_exc(), is_orderly))
 
 
 def _call(request: Request) -> Any:
@@ -297,6 +313,7 @@ def _call(request: Request) -> Any:
 
     from lightning_realloc.strategies.lightning.process_group import end_process_group
 
+    end_process_group()  # of a run that failed: its other ranks may have waited in it until all had answered
     if request.init_process_group:
         dist.init_process_group("gloo", timeout=timedelta(seconds=request.timeout_s))
     result = request.function(*request.args)
