@@ -57,8 +57,8 @@ def naive_response(model: torch.nn.Module, given: ModelInput, most: int) -> list
 @pytest.mark.parametrize("name", SETTINGS)
 @torch.no_grad()
 def test_responses_equal_those_of_full_forwards(name: str) -> None:
-    model, inputs = model_with_features(), draw_inputs(8)
-    most = 80 if name == "pages that preempt" else 12
+    preempts = name == "pages that preempt"
+    model, inputs, most = model_with_features(), draw_inputs(4 if preempts else 8), 80 if preempts else 12
     engine = GenerationEngine(model, **SETTINGS[name])
     expected = [naive_response(model, given, most) for given in inputs]
     assert len(set(map(tuple, expected))) == len(inputs), "features change responses"
@@ -66,7 +66,7 @@ def test_responses_equal_those_of_full_forwards(name: str) -> None:
         completions = engine.generate(inputs, replace(GREEDY, max_new_tokens=most))
         assert [list(one.token_ids) for one in completions[::2]] == expected
         assert [list(one.token_ids) for one in completions[1::2]] == expected
-    if name == "pages that preempt":
+    if preempts:
         assert engine.stats.num_preemptions > 0
     assert engine.stats.shared_prefill_tokens == 0, "pages of other features are not shared"
 

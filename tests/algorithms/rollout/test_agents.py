@@ -65,15 +65,17 @@ class Watched:
     ("kind", "others"),
     [
         (GRPO, {}),
-        (GRPO, {"advantages": "group_turns"}),
+        pytest.param(GRPO, {"advantages": "group_turns"}, marks=pytest.mark.exhaustive),
         (PPO, {}),
-        (RLOO, {}),
+        pytest.param(RLOO, {}, marks=pytest.mark.exhaustive),  # GRPO's loss
         (ReMax, {}),
         (ReinforcePlusPlus, {}),
         (OnlineDPO, {}),
         (BestOfN, {}),
         (OnPolicyDistillation, {"teacher": chat_model(2)}),
-        (OnPolicyDistillation, {"teacher": chat_model(2), "divergence": "forward_kl"}),
+        pytest.param(
+            OnPolicyDistillation, {"teacher": chat_model(2), "divergence": "forward_kl"}, marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_the_tokens_of_environments_are_never_learned(kind: type[Any], others: dict[str, Any]) -> None:

@@ -292,6 +292,6 @@ def test_questions_that_a_budget_cut_off_are_asked_again_at_home(workers: Worker
     alone = GenerationEngine(tiny_model("llama").double()).generate(
         PROMPTS, GREEDY, environment=_answer, conversation=ENDLESS
     )
-    budgets = [7, 20, 33, 50, 80]
+    budgets = [7, 33, 80]
     for rank, made in enumerate(workers.run(_stop_often, budgets, world_size=2, deadline_s=40.0)):
         assert made == [completion.token_ids for completion in alone[rank::2]] * len(budgets)

@@ -62,8 +62,8 @@ def _read_all(roles: list[Role], layouts: list[str]) -> dict[str, dict[str, bool
         whole = role.build(seed=5)
         model = describe_model(whole)
         for text, layout in placed.items():
-            deferred = role.build(seed=5, deferred=True)
             if dist.get_rank() in layout:
+                deferred = role.build(seed=5, deferred=True)
                 facts[text] |= _read(role.name, deferred, whole, ModelLayout(model, layout), meshes)
     return facts
 
