@@ -256,7 +256,7 @@ class ExecutionPlan:
         Raises:
             PlanError: for a call without a layout, a layout without a call, a rank beyond ``world_size``, an unused
                 rank, an option that does not apply to its call, a generating call with ``cp > 1``, or with partners
-                and ``pp``, ``fsdp`` or ``ep`` above 1, or an entry of ``offload`` that cannot be offloaded.
+                and ``fsdp`` or ``ep`` above 1, or an entry of ``offload`` that cannot be offloaded.
         """
         wanted = {call.name for call in dataflow.model_calls}
         given = {name for name, _ in self.calls}
@@ -375,11 +375,6 @@ def _describe_missing(path: Path) -> str:
 
 def _check_asked(name: str, layout: Layout) -> None:
     """Refuse layouts of a call whose environments ask models while other ranks generate."""
-    if layout.dims.pp > 1:
-        raise PlanError(
-            f"calls.{name}: environments talk to models on ranks that hold all layers, and layout {layout} has "
-            f"pp={layout.dims.pp}; give it a layout with pp=1"
-        )
     if layout.runs_in_lockstep:
         raise PlanError(
             f"calls.{name}: all ranks of layout {layout} run each block together, and environments of one rank ask "

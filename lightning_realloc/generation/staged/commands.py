@@ -39,6 +39,8 @@ class Opening(NamedTuple):
     """Most positions of a slot."""
     num_steps: int
     """Most tokens of a response."""
+    role: str | None = None
+    """Role of the model, among those that environments of the call ask; None: the one whose call it is."""
 
 
 ChangeName = Literal["make_room", "copy", "move", "swap", "set_pages"]

@@ -41,16 +41,24 @@ class StagedEngine(GenerationEngine):
     Args:
         model: This rank's stage.
         link: Connects the stages.
+        role: Name of the model among the `partners` of another engine, whose `follow` the other stages are in; None:
+            they follow this engine.
         options: Of `GenerationEngine`, without ``cuda_graphs``, ``compile``, ``batch_invariant``, ``peers`` and
             ``poll_weights``, which need a whole model. ``max_cache_bytes`` bounds the bytes of each stage; the groups
             have equal shares. Drafts are made on the last stage alone, where a draft model lies whole.
     """
 
     def __init__(
-        self, model: nn.Module, link: StageLink, *, max_cache_bytes: int | None = None, **options: Any
+        self,
+        model: nn.Module,
+        link: StageLink,
+        *,
+        role: str | None = None,
+        max_cache_bytes: int | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(model, cuda_graphs=False, max_cache_bytes=max_cache_bytes, **options)
-        self._link = link
+        self._link, self._role = link, role
         self._decodings = [self._decoding, *(self._decoding.for_other_samples() for _ in range(1, link.num_stages))]
         """Decoding of each group."""
         self._caches = [build_cache(max_cache_bytes, num_caches=link.num_stages) for _ in range(link.num_stages)]
@@ -76,7 +84,7 @@ class StagedEngine(GenerationEngine):
             RankLost: if the last stage ended.
         """
         while isinstance(command := self._link.receive_command(), Opening):
-            self._follow_generation(command)
+            self._engine_of(command.role)._follow_generation(command)
         assert isinstance(command, Leaving), f"{command} is no command between two generations"
         return not command.has_failed
 
@@ -84,14 +92,25 @@ class StagedEngine(GenerationEngine):
         """Let the other stages end their `follow`, on the last stage, once after each call."""
         self._link.command(Leaving(has_failed))
         if not has_failed:
-            self._link.end()
+            for role in (None, *self.partners):
+                self._engine_of(role)._link.end()
+
+    def _engine_of(self, role: str | None) -> StagedEngine:
+        """Return the engine of a model which environments ask; None: this one."""
+        engine = self if role is None else self.partners[role]
+        assert isinstance(engine, StagedEngine), "models that environments ask lie in the layout of the call"
+        return engine
 
     def _follow_generation(self, opening: Opening) -> None:
         self._link.begin()
         runners = [self._runner(StageRunner, opening, group) for group in range(self._link.num_stages)]
         with slot_attention(self._model), packed_linears(self._model, num_steps=opening.num_steps):
-            while isinstance(command := self._link.receive_command(), GroupCommand):
-                runners[command.group].follow(command)
+            while isinstance(command := self._link.receive_command(), GroupCommand | Opening):
+                if isinstance(command, GroupCommand):
+                    runners[command.group].follow(command)
+                else:  # all samples wait for environments, which ask a model
+                    with self.interrupted():
+                        self._engine_of(command.role)._follow_generation(command)
         assert isinstance(command, Closing), f"{command} is no command in a generation"
         if not command.has_failed:  # else hidden states may be under way that nothing receives
             self._link.end()
@@ -137,7 +156,8 @@ class StagedEngine(GenerationEngine):
         num_slots = min(-(-self._max_slots // num_groups), num_own)
         num_kept = 0 if call.requests.environment is None else num_kept_slots(self._caches[0], num_slots, num_own)
         num_steps = max((sample.max_new_tokens for sample in samples), default=0) if self._pack_weights else 0
-        return Opening(num_slots, num_slots + num_kept, max((s.max_length for s in samples), default=1), num_steps)
+        longest = max((sample.max_length for sample in samples), default=1)
+        return Opening(num_slots, num_slots + num_kept, longest, num_steps, self._role)
 
     def _runs(self, call: EngineCall, budget: Budget, opening: Opening) -> list[GenerationRun]:
         """Return a run for each group, with nothing admitted yet."""

@@ -23,6 +23,7 @@ from lightning_realloc.strategies.pool.replica import Replica
 if TYPE_CHECKING:
     from lightning_realloc.generation.rebalance.peers import Peers
     from lightning_realloc.generation.speculative.drafter import Drafter
+    from lightning_realloc.generation.staged.staged_engine import StagedEngine
 
 
 class NativeEngines(EngineFactory):
@@ -73,32 +74,52 @@ class NativeEngines(EngineFactory):
 
     def _build_staged(self, replica: Replica, peers: tuple[int, ...], max_slots: int) -> ReplicaEngine:
         """Return the engine of a pipeline's stage."""
-        from lightning_realloc.generation.staged.staged_engine import StagedEngine
-
-        context, algorithm, lockstep = self._context, self._algorithm, self._lockstep(replica)
-        mailbox, meshes = context.mailbox, context.pool.meshes
-        assert mailbox.group is not None, "a pipeline has several ranks"
-        stage = PipelineStage(replica.model, replica.model_layout, meshes)
-        drafter = self._drafter(replica) if stage.is_last else None
+        link, lockstep = self._link(replica), self._lockstep(replica)
+        drafter = self._drafter(replica) if link.is_last else None
         if drafter is not None:
             drafter.has_listeners = bool(peers)
-        engine = StagedEngine(
-            replica.model,
-            StageLink(stage, mailbox.group, mailbox.record),
-            tokenizer=algorithm.tokenizer,
-            max_slots=max_slots,
-            lockstep=lockstep,
-            speculation=algorithm.speculation if stage.is_last else None,
-            drafter=drafter,
-            max_cache_bytes=algorithm.generation_options.max_cache_bytes,
-            agree=agreement(meshes.tensor_group(replica.layout), context.device),
-        )
+        engine = self._stage(replica, link, max_slots, lockstep=lockstep, drafter=drafter)
         return ReplicaEngine(
             replica=replica, engine=engine, peers=peers, lockstep=lockstep, drafter=drafter, stages=engine
         )
 
+    def _link(self, replica: Replica) -> StageLink:
+        mailbox = self._context.mailbox
+        assert mailbox.group is not None, "a pipeline has several ranks"
+        stage = PipelineStage(replica.model, replica.model_layout, self._context.pool.meshes)
+        return StageLink(stage, mailbox.group, mailbox.record)
+
+    def _stage(
+        self,
+        replica: Replica,
+        link: StageLink,
+        max_slots: int,
+        *,
+        role: str | None = None,
+        lockstep: Lockstep | None = None,
+        drafter: Drafter | None = None,
+    ) -> StagedEngine:
+        """Return a stage's engine; ``role``: that of a model which environments ask."""
+        from lightning_realloc.generation.staged.staged_engine import StagedEngine
+
+        context, algorithm = self._context, self._algorithm
+        return StagedEngine(
+            replica.model,
+            link,
+            role=role,
+            tokenizer=algorithm.tokenizer if role is None else algorithm.tokenizer_of(role),
+            max_slots=max_slots,
+            lockstep=lockstep,
+            speculation=None if drafter is None else algorithm.speculation,
+            drafter=drafter,
+            max_cache_bytes=algorithm.generation_options.max_cache_bytes,
+            agree=agreement(context.pool.meshes.tensor_group(replica.layout), context.device),
+        )
+
     def _build_plain(self, replica: Replica, max_slots: int) -> GenerationEngine:
         context, options = self._context, self._algorithm.generation_options
+        if replica.layout.count(*Layout.stage_axes) > 1:
+            return self._stage(replica, self._link(replica), max_slots, role=replica.role)
         return GenerationEngine(
             replica.model,
             tokenizer=self._algorithm.tokenizer_of(replica.role),

@@ -80,7 +80,7 @@ def heuristic_plan(
                 role,
                 places.get(call.name, ranks.all),
                 home,
-                in_stages=not call.partners and (call.kind != "generate" or generates_in_stages),
+                in_stages=call.kind != "generate" or generates_in_stages,
                 in_lockstep=not call.partners and (call.kind != "generate" or generates_in_lockstep),
             )
         if layout is None:

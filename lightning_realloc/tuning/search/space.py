@@ -160,11 +160,11 @@ def call_dims(
     cluster: ClusterSpec,
     options: CallOptions | None = None,
 ) -> tuple[ParallelDims, ...]:
-    """Return the parallel degrees that all models of a call allow; those that answer it hold and compute all layers."""
+    """Return the parallel degrees that all models of a call allow; those that answer environments gather nothing."""
     roles = (str(call.role), *call.further_roles)
     dims, *others = (legal_dims(models[role], call.kind, num_ranks, cluster, options) for role in roles)
     common = set(dims).intersection(*others)
-    return tuple(one for one in dims if one in common and not (call.partners and max(one.fsdp, one.pp, one.ep) > 1))
+    return tuple(one for one in dims if one in common and not (call.partners and max(one.fsdp, one.ep) > 1))
 
 
 def common_dims(

@@ -265,9 +265,7 @@ def converse(layout: str, mode: str, temperature: float) -> tuple[Outcome, float
         [
             case
             for case in itertools.product(LAYOUTS, MODES, (GREEDY, SAMPLED))
-            if case[:2] != ("dp1", "plain")
-            and (case[1] != "moves" or case[0] == "dp2.tp2")
-            and (case[1] != "bounded cache" or not case[0].startswith("pp"))
+            if case[:2] != ("dp1", "plain") and (case[1] != "moves" or case[0] == "dp2.tp2")
         ],
         ("dp2.tp2", "chunks", GREEDY),
     ),

@@ -60,8 +60,9 @@ def run(workers: WorkerPool, partner: str, layout: str, world_size: int, **setti
 @pytest.mark.parametrize(
     ("partner", "layout"),
     matrix(
-        [("actor", "dp2"), ("actor", "tp2"), ("frozen", "dp2"), ("frozen", "tp2")],
+        [("actor", "dp2"), ("actor", "tp2"), ("frozen", "dp2"), ("frozen", "tp2"), ("actor", "pp2"), ("frozen", "pp2")],
         ("actor", "tp2"),
+        ("actor", "pp2"),
     ),
 )  # fmt: skip
 def test_every_layout_gives_the_talks_of_one_rank(workers: WorkerPool, partner: str, layout: str) -> None:

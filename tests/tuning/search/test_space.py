@@ -134,15 +134,16 @@ def test_micro_batches_hold_the_longest_row_and_count_whole_rows_under_cp() -> N
     assert limits == {1: [None, 3000, 4096], 2: [None, 3000, 4096, 8192]}
 
 
-def test_calls_that_ask_models_hold_all_layers_and_gather_nothing() -> None:
+def test_calls_that_ask_models_gather_nothing() -> None:
     generate = replace(GENERATE, partners=("actor", "seller"))
     models = {"actor": MODEL, "seller": UNCUT}
-    assert call_dims(generate, models, 4, cluster(1, 4)) == (ParallelDims(dp=4),)
+    whole = (ParallelDims(dp=4), ParallelDims(pp=2, dp=2))
+    assert call_dims(generate, models, 4, cluster(1, 4)) == whole
     mixtures = dict.fromkeys(models, EXPERTS)
-    assert call_dims(generate, mixtures, 4, cluster(1, 4)) == (ParallelDims(dp=4),)
+    assert call_dims(generate, mixtures, 4, cluster(1, 4)) == whole
     alone = CallOptions(generates_in_lockstep=False)
     degrees = legal_dims(EXPERTS, "generate", 4, cluster(1, 4), alone)
-    assert set(degrees) == {ParallelDims(dp=4), ParallelDims(pp=2, dp=2)}
+    assert set(degrees) == set(whole)
     assert len(call_dims(replace(generate, partners=()), models, 4, cluster(1, 4))) > 8
 
 
