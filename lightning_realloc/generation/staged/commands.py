@@ -39,6 +39,8 @@ class Opening(NamedTuple):
     """Most positions of a slot."""
     num_steps: int
     """Most tokens of a response."""
+    version: int | None
+    """Version of the weights; None: stages get weights between calls only."""
     role: str | None = None
     """Role of the model, among those that environments of the call ask; None: the one whose call it is."""
 
@@ -94,6 +96,12 @@ class StageStep(NamedTuple):
 
 GroupCommand = PageMeasurement | PageAllocation | StageStep
 """Commands that change one group."""
+
+
+class NewWeights(NamedTuple):
+    """Fills the weights with a newer version; no step is under way."""
+
+    version: int
 
 
 class Closing(NamedTuple):

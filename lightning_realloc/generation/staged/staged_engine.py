@@ -7,10 +7,10 @@ stages before it run others. A group's tokens depend on its samples alone, so th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from lightning_realloc.generation.engine_parts import build_cache, num_kept_slot
 from lightning_realloc.generation.forward.attention import check_idle, slot_attention
 from lightning_realloc.generation.forward.packed_linear import packed_linears
 from lightning_realloc.generation.loop.run import Budget, GenerationRun, GenerationStats
-from lightning_realloc.generation.staged.commands import Closing, GroupCommand, Leaving, Opening
+from lightning_realloc.generation.staged.commands import Closing, GroupCommand, Leaving, NewWeights, Opening
 from lightning_realloc.generation.staged.groups import (
     GroupConversations,
     SharedConversations,
@@ -35,6 +35,19 @@ from lightning_realloc.runtime.parallel.stage_link import StageLink
 R = TypeVar("R", bound=StageRunner)
 
 
+class StageUpdates(Protocol):
+    """Newer weights of one stage, which arrive while it generates."""
+
+    def poll(self, prepare: Callable[[int], None]) -> int | None:
+        """On the last stage: fill the weights with a newer version if there is one, and return it, else None.
+
+        ``prepare`` is called with that version before the weights change.
+        """
+
+    def follow(self, version: int) -> None:
+        """On the other stages: fill the weights with this version; waits for it."""
+
+
 class StagedEngine(GenerationEngine):
     """Continuous batching over pipeline stages. The last stage generates; the others call `follow` meanwhile.
 
@@ -43,9 +56,10 @@ class StagedEngine(GenerationEngine):
         link: Connects the stages.
         role: Name of the model among the `partners` of another engine, whose `follow` the other stages are in; None:
             they follow this engine.
+        updates: Fills this stage with newer weights during a generation; None: they change between calls only.
         options: Of `GenerationEngine`, without ``cuda_graphs``, ``compile``, ``batch_invariant``, ``peers`` and
-            ``poll_weights``, which need a whole model. ``max_cache_bytes`` bounds the bytes of each stage; the groups
-            have equal shares. Drafts are made on the last stage alone, where a draft model lies whole.
+            ``poll_weights``. ``max_cache_bytes`` bounds the bytes of each stage; the groups have equal shares.
+            Drafts are made on the last stage alone, where a draft model lies whole.
     """
 
     def __init__(
@@ -54,11 +68,12 @@ class StagedEngine(GenerationEngine):
         link: StageLink,
         *,
         role: str | None = None,
+        updates: StageUpdates | None = None,
         max_cache_bytes: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__(model, cuda_graphs=False, max_cache_bytes=max_cache_bytes, **options)
-        self._link, self._role = link, role
+        self._link, self._role, self._updates = link, role, updates
         self._decodings = [self._decoding, *(self._decoding.for_other_samples() for _ in range(1, link.num_stages))]
         """Decoding of each group."""
         self._caches = [build_cache(max_cache_bytes, num_caches=link.num_stages) for _ in range(link.num_stages)]
@@ -104,10 +119,15 @@ class StagedEngine(GenerationEngine):
     def _follow_generation(self, opening: Opening) -> None:
         self._link.begin()
         runners = [self._runner(StageRunner, opening, group) for group in range(self._link.num_stages)]
-        with slot_attention(self._model), packed_linears(self._model, num_steps=opening.num_steps):
-            while isinstance(command := self._link.receive_command(), GroupCommand | Opening):
+        if opening.version is not None:
+            self._follow_weights(opening.version)
+        with slot_attention(self._model), packed_linears(self._model, num_steps=opening.num_steps) as pack:
+            while isinstance(command := self._link.receive_command(), GroupCommand | NewWeights | Opening):
                 if isinstance(command, GroupCommand):
                     runners[command.group].follow(command)
+                elif isinstance(command, NewWeights):
+                    self._follow_weights(command.version)
+                    pack()
                 else:  # all samples wait for environments, which ask a model
                     with self.interrupted():
                         self._engine_of(command.role)._follow_generation(command)
@@ -116,6 +136,10 @@ class StagedEngine(GenerationEngine):
             self._link.end()
         for runner in runners:
             runner.end(has_failed=command.has_failed)
+
+    def _follow_weights(self, version: int) -> None:
+        assert self._updates is not None, "all stages take newer weights, or none does"
+        self._updates.follow(version)
 
     def _runner(self, kind: type[R], opening: Opening, group: int) -> R:
         slots, longest, most = opening.num_slots, opening.longest, opening.most_slots
@@ -131,10 +155,10 @@ class StagedEngine(GenerationEngine):
         with self._commanding(opening), ExitStack() as session:
             runs = self._runs(call, self._budget(call, lambda: runs[0].ended), opening)
             session.enter_context(slot_attention(self._model))
-            session.enter_context(packed_linears(self._model, num_steps=opening.num_steps))
+            pack = session.enter_context(packed_linears(self._model, num_steps=opening.num_steps))
             for run in runs:
                 session.enter_context(run)
-            self._take_turns(runs, call)
+            self._take_turns(runs, call, pack)
         return _added([run.stats() for run in runs])
 
     @contextmanager
@@ -157,7 +181,8 @@ class StagedEngine(GenerationEngine):
         num_kept = 0 if call.requests.environment is None else num_kept_slots(self._caches[0], num_slots, num_own)
         num_steps = max((sample.max_new_tokens for sample in samples), default=0) if self._pack_weights else 0
         longest = max((sample.max_length for sample in samples), default=1)
-        return Opening(num_slots, num_slots + num_kept, longest, num_steps, self._role)
+        version = None if self._updates is None else self._version
+        return Opening(num_slots, num_slots + num_kept, longest, num_steps, version, self._role)
 
     def _runs(self, call: EngineCall, budget: Budget, opening: Opening) -> list[GenerationRun]:
         """Return a run for each group, with nothing admitted yet."""
@@ -181,13 +206,14 @@ class StagedEngine(GenerationEngine):
             runs[group].ended = runs[0].ended
         return runs
 
-    def _take_turns(self, runs: Sequence[GenerationRun], call: EngineCall) -> None:
+    def _take_turns(self, runs: Sequence[GenerationRun], call: EngineCall, pack: Callable[[], None]) -> None:
         """Collect and submit each run's steps in turn, until all samples are finished.
 
         A run waits for its environment only if no run had anything to submit since its last turn.
         """
         goes_on, num_idle = True, 0
         while goes_on or any(run.is_in_flight for run in runs):
+            self._renew_weights(runs, pack)
             for run in runs:
                 run.collect_step()
                 call.notifier.follow(run.ended)
@@ -198,6 +224,21 @@ class StagedEngine(GenerationEngine):
                 elif run.conversations is not None:
                     run.conversations.mark_idle(True)
                 num_idle = 0 if run.is_in_flight else num_idle + 1
+
+    def _renew_weights(self, runs: Sequence[GenerationRun], pack: Callable[[], None]) -> None:
+        """Let all stages take newer weights, if there are some, after the same steps."""
+
+        def prepare(version: int) -> None:
+            for run in runs:  # a step runs on the same weights in all stages
+                run.collect_step()
+            self._link.command(NewWeights(version))
+
+        version = None if self._updates is None else self._updates.poll(prepare)
+        if version is not None:
+            for run in runs:
+                run.weights_updated(self._version)
+            self._version = version
+            pack()
 
 
 def _added(stats: Sequence[GenerationStats]) -> GenerationStats:

@@ -63,7 +63,8 @@ class ReplicaEngine:
 
     def begin(self, data: IterationData, index: int) -> None:
         """Start call number ``index`` of an iteration."""
-        newer = None if self.updates is None else self.updates.begin(data.iteration)
+        follows = self.stages is not None and self.stages.is_follower
+        newer = None if self.updates is None or follows else self.updates.begin(data.iteration)
         self.engine.weights_updated(data.version if newer is None else newer)
         if self.moves is not None:
             self.moves.at(data.run, index)

@@ -38,7 +38,7 @@ class NativeEngines(EngineFactory):
         self, replica: Replica, peers: tuple[int, ...], max_slots: int, updates: WeightUpdates | None
     ) -> ReplicaEngine:
         if replica.layout.count(*Layout.stage_axes) > 1:
-            return self._build_staged(replica, peers, max_slots)
+            return self._build_staged(replica, peers, max_slots, updates)
         context, algorithm, options = self._context, self._algorithm, self._algorithm.generation_options
         lockstep = self._lockstep(replica)
         drafter = self._drafter(replica)
@@ -72,15 +72,24 @@ class NativeEngines(EngineFactory):
             updates=updates,
         )
 
-    def _build_staged(self, replica: Replica, peers: tuple[int, ...], max_slots: int) -> ReplicaEngine:
+    def _build_staged(
+        self, replica: Replica, peers: tuple[int, ...], max_slots: int, updates: WeightUpdates | None
+    ) -> ReplicaEngine:
         """Return the engine of a pipeline's stage."""
         link, lockstep = self._link(replica), self._lockstep(replica)
         drafter = self._drafter(replica) if link.is_last else None
         if drafter is not None:
             drafter.has_listeners = bool(peers)
-        engine = self._stage(replica, link, max_slots, lockstep=lockstep, drafter=drafter)
+        taken = None if adapter_config(replica.model) is not None else updates
+        engine = self._stage(replica, link, max_slots, lockstep=lockstep, drafter=drafter, updates=taken)
         return ReplicaEngine(
-            replica=replica, engine=engine, peers=peers, lockstep=lockstep, drafter=drafter, stages=engine
+            replica=replica,
+            engine=engine,
+            peers=peers,
+            lockstep=lockstep,
+            drafter=drafter,
+            updates=updates,
+            stages=engine,
         )
 
     def _link(self, replica: Replica) -> StageLink:
@@ -98,6 +107,7 @@ class NativeEngines(EngineFactory):
         role: str | None = None,
         lockstep: Lockstep | None = None,
         drafter: Drafter | None = None,
+        updates: WeightUpdates | None = None,
     ) -> StagedEngine:
         """Return a stage's engine; ``role``: that of a model which environments ask."""
         from lightning_realloc.generation.staged.staged_engine import StagedEngine
@@ -107,6 +117,7 @@ class NativeEngines(EngineFactory):
             replica.model,
             link,
             role=role,
+            updates=updates,
             tokenizer=algorithm.tokenizer if role is None else algorithm.tokenizer_of(role),
             max_slots=max_slots,
             lockstep=lockstep,

@@ -8,6 +8,7 @@ else depends on seeds, it makes the same batches.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -132,8 +133,11 @@ class WeightUpdates:
         self._taken = BatchVersions(iteration, self._call, stream.version)
         return stream.version
 
-    def poll(self) -> int | None:
-        """Fill the model with a newer version if there is one, and return it; else None. Called before every step."""
+    def poll(self, prepare: Callable[[int], None] | None = None) -> int | None:
+        """Fill the model with a newer version if there is one, and return it; else None. Called before every step.
+
+        ``prepare`` is called with that version before the weights change.
+        """
         stream, taken = self._streams.of(self._call), self._taken
         if stream is None or taken is None:
             return None
@@ -143,11 +147,18 @@ class WeightUpdates:
             due = []
         else:
             due = [stream.version + 1] if self._all_have_news(stream) else []
+        if due and prepare is not None:
+            prepare(due[-1])
         for version in due:
             self._take_until(stream, version)
             taken.updates.append((self._num_steps, stream.version))
         self._num_steps += 1
         return stream.version if due else None
+
+    def follow(self, version: int) -> None:
+        """Take the versions that the last stage of a pipeline has taken; its own log lists them."""
+        if (stream := self._streams.of(self._call)) is not None:
+            self._take_until(stream, version)
 
     def end(self) -> None:
         """Finish a generation: write its versions. Raises ConfigError if the log that is followed lists more."""

@@ -12,7 +12,6 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
-from lightning_realloc.layout import Layout
 from lightning_realloc.realloc.planner import plan_reallocation
 from lightning_realloc.runtime.messages.failure_store import await_watching
 from lightning_realloc.runtime.parallel.shards import local_tensors, reshard
@@ -181,8 +180,6 @@ def _obstacle(call: ModelFunctionCall, dataflow: Dataflow, plan: ExecutionPlan) 
         return f"rank {shared[0]} trains and generates"
     if layout.runs_in_lockstep:
         return f"the ranks of {layout} run each block together"
-    if layout.count(*Layout.stage_axes) > 1:
-        return f"the stages of {layout} have to take them at the same step"
     if role in plan.offload:
         return f"{role} is offloaded between its calls"
     others = [

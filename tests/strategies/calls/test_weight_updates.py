@@ -35,7 +35,8 @@ from tests.workers import WorkerFailure, WorkerPool
 
 APART = {"actor.generate": "dp1@0", "reference.infer": "dp1@1", "actor.train": "dp1@1"}
 TWO_PAIRS = {"actor.generate": "tp2@0-1", "reference.infer": "dp1@2", "actor.train": "tp2@2-3"}
-PLANS = {"apart": (2, APART), "pairs": (4, TWO_PAIRS)}
+STAGES = {"actor.generate": "pp2@1,0", "reference.infer": "dp1@2", "actor.train": "dp1@2"}
+PLANS = {"apart": (2, APART), "pairs": (4, TWO_PAIRS), "stages": (3, STAGES)}
 """Number of ranks, and their plan."""
 SAMPLING = {"sampling": runs.SamplingParams(n=2, max_new_tokens=24, stop_token_ids=tuple(range(120, 128)))}
 
@@ -113,7 +114,7 @@ def slow(workers: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Calla
     return run_once
 
 
-@pytest.mark.parametrize("name", matrix(PLANS, "apart"))
+@pytest.mark.parametrize("name", matrix(PLANS, "apart", "stages"))
 def test_a_slow_generation_takes_newer_weights_and_its_log_repeats_it(
     workers: WorkerPool, tmp_path: Path, slow: Callable[[str], tuple[Path, list[Result]]], name: str
 ) -> None:
