@@ -25,6 +25,7 @@ from lightning_realloc.report.plan_comparison import (
     sweep_table,
 )
 from lightning_realloc.report.plan_report import (
+    MAX_STATIC_PLANS,
     ROOFLINE_NOTE,
     alternatives_table,
     gap_sentence,
@@ -101,7 +102,9 @@ def _search(request: PlanRequest, write: Write) -> bool:
     timeline = timeline_table(best.timeline, num_devices=task.cluster.num_devices)
     write(f"\nTimeline of an iteration, in seconds\n{timeline}\n")
     write(f"\nMemory of the fullest ranks\n{memory_table(best)}\n")
-    write(f"\nCompared with other plans\n{alternatives_table(best, pricer.heuristic(), pricer.static())}\n")
+    static, num_tried = pricer.static(MAX_STATIC_PLANS), len(pricer.static_plans())
+    others = alternatives_table(best, pricer.heuristic(), static, num_tried=num_tried)
+    write(f"\nCompared with other plans\n{others}\n")
     if request.flags.save is not None:
         rejection = "" if best.can_start else "; --check rejects it, since it cannot start on such devices"
         write(f"\nThe plan is in {request.flags.save}{rejection}\n")

@@ -178,15 +178,19 @@ def _setup_warning(priced: PricedPlan) -> Iterator[str]:
         yield f"  {setup_shortage(priced)}: a run of this plan cannot start on such devices"
 
 
-def alternatives_table(best: PricedPlan, heuristic: Sequence[PricedPlan], static: Sequence[PricedPlan]) -> str:
+def alternatives_table(
+    best: PricedPlan, heuristic: Sequence[PricedPlan], static: Sequence[PricedPlan], *, num_tried: int
+) -> str:
     """Return a table of seconds and bytes of the plan, of the default of runs, and of static plans.
 
     Args:
         heuristic: What `PlanPricer.heuristic` returns.
+        static: What `PlanPricer.static` returns.
+        num_tried: Number of static plans of which these are the fastest.
     """
     fitting = [priced for priced in static if not priced.missing_bytes]
     plans = [("this plan", best), *zip(("heuristic", "default instead of it"), heuristic, strict=False)]
-    plans += [(f"static, {priced.plan.layouts[0].dims}", priced) for priced in fitting[:MAX_STATIC_PLANS]]
+    plans += [(f"static, {priced.plan.layouts[0].dims}", priced) for priced in fitting]
     rows = [("", "seconds", "relative", "fullest rank")]
     for name, priced in plans:
         if priced.missing_bytes:
@@ -195,17 +199,16 @@ def alternatives_table(best: PricedPlan, heuristic: Sequence[PricedPlan], static
             ratio = f"{priced.seconds / best.seconds:.2f}x"
             rows.append((name, f"{priced.seconds:.2f}", ratio, gib(priced.peak.parts.total)))
     doubt = f"published speed-ups were up to {MAX_SPEEDUP_ERROR} times smaller than estimated ones"
-    return f"{aligned(rows)}\n  {doubt}\n  {_static_summary(static, fitting)}"
+    return f"{aligned(rows)}\n  {doubt}\n  {_static_summary(static, num_tried)}"
 
 
-def _static_summary(static: Sequence[PricedPlan], fitting: Sequence[PricedPlan]) -> str:
+def _static_summary(static: Sequence[PricedPlan], num_tried: int) -> str:
     if not static:
         return "no layout suits all calls: there is no static plan"
-    misfits = len(static) - len(fitting)
-    counts = f"{len(fitting)} fit, {misfits} do not"
-    if not fitting:
-        counts = f"none of {misfits} fits, the smallest lacks {gib(static[0].missing_bytes)}"
+    found = f"the fastest of {num_tried}"
+    if static[0].missing_bytes:
+        found = f"none of {num_tried} fits, the smallest lacks {gib(static[0].missing_bytes)}"
     return (
-        f"static layouts, one for all calls: {counts}; their micro-batches, checkpointing and slots are the best that "
+        f"static layouts, one for all calls: {found}; their micro-batches, checkpointing and slots are the best that "
         f"fit"
     )

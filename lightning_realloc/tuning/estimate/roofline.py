@@ -82,7 +82,9 @@ class RooflineEstimator:
         """Return the seconds of a call, from the moment its inputs and weights exist."""
         place = self.place(plan.layout)
         busy = 1 if self._cores is None else busiest_node(plan.layout, self.cluster)
-        key = (call, plan.layout.dims, place, busy, plan.options)
+        load, mean = self.tokens.workload, self.tokens.sequence
+        shape = CallShape.from_plan(self.dataflow.call(call).kind, plan, load, mean)
+        key = (call, plan.layout.dims, place, busy, shape, _pass_options(plan))
         if key not in self._calls:
             self._calls[key] = self._estimate(call, plan, place).scaled(self.slowdown(busy))
         return self._calls[key]
@@ -187,7 +189,7 @@ class RooflineEstimator:
             most = max(2, layout.dims.pp) * shape.micro_batch
             shape = replace(shape, share=min(shape.share, most), num_steps=1)
         division = (layout.dims.cp, layout.has_replicas, layout.data_parallel_size > 1)
-        return call, of_one_copy(layout.dims), division, shape, plan.options[1:]
+        return call, of_one_copy(layout.dims), division, shape, _pass_options(plan)
 
     def _peak(self, call: str, plan: CallPlan) -> int:
         """Return the bytes that a call adds; those of a draft model stay, but count for the generating call only."""
@@ -205,6 +207,11 @@ class RooflineEstimator:
     def slowdown(self, busy: int) -> float:
         """Return the number of busy ranks for each core, at least 1; 1 without ``cores_per_node``."""
         return 1.0 if self._cores is None else max(1.0, busy / self._cores)
+
+
+def _pass_options(plan: CallPlan) -> tuple[object, ...]:
+    """Return the options that passes depend on next to their sizes, which `CallShape` has."""
+    return plan.gradient_checkpointing, plan.activation_offload, plan.pipeline_schedule
 
 
 def busiest_node(layout: Layout, cluster: ClusterSpec) -> int:

@@ -201,7 +201,7 @@ class CallMemory:
         shape, load = self._shape, self.workload
         if shape is None or load is None:
             return 1, 0, 0
-        largest, cp = shape.largest_micro_batch, self.plan.layout.count(*Layout.token_axes)
+        largest, cp = shape.micro_batch, self.plan.layout.count(*Layout.token_axes)
         scored = math.ceil(largest * load.response_tokens / cp) if self._has_head else 0
         return shape.num_micro_batches, math.ceil(largest * load.longest / cp), scored
 

@@ -19,7 +19,7 @@ class CallShape:
     num_steps: int
     """Optimizer steps of a training call; 1 for other calls."""
     micro_batch: int
-    """Sequences of a full micro-batch, as ``batch.packing`` makes them of sequences of equal length."""
+    """Sequences of the largest micro-batch, as ``batch.packing`` makes them of sequences of equal length."""
     slots: int
     """Sequences that the rank decodes at a time."""
     samples_per_prompt: int
@@ -38,7 +38,7 @@ class CallShape:
         return cls(
             share=share,
             num_steps=num_minibatches * num_epochs,
-            micro_batch=max(1, int(limit // sequence_tokens)),
+            micro_batch=min(share, max(1, int(limit // sequence_tokens))),
             slots=min(plan.max_slots, share),
             samples_per_prompt=workload.samples_per_prompt,
         )
@@ -52,11 +52,6 @@ class CallShape:
     def mean_micro_batch(self) -> float:
         """Mean sequences of a micro-batch."""
         return self.share / self.num_micro_batches
-
-    @property
-    def largest_micro_batch(self) -> int:
-        """Sequences of the largest micro-batch."""
-        return min(self.micro_batch, self.share)
 
     @property
     def num_waves(self) -> int:

@@ -7,6 +7,7 @@ rank's memory.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,10 @@ from lightning_realloc.tuning.timeline.call_timeline import CallTimeline
 MAX_SEARCHES = 4
 """Most searches for one plan. A search counts bytes less exactly than the forecast, and is repeated with a smaller
 budget if its plan does not fit: smaller by what is missing, then by two and by four times as much."""
+
+MAX_OVERESTIMATE = 1.25
+"""Bytes of a plan as the search counts them, over those of its forecast: it adds up the most of every part, of
+different ranks. Plans beyond are taken not to fit; raising it forecasts more of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +87,7 @@ class PlanPricer:
     def __init__(self, task: PlanningTask, estimator: Estimator, *, options: CallOptions | None = None) -> None:
         self.task, self.estimator = task, estimator
         self.options = task.call_options(options or CallOptions())
+        self._static: list[ExecutionPlan] | None = None
         self._heuristic: list[PricedPlan] | None = None
         """The results of `heuristic`, whose forecasts take seconds for a thousand devices."""
 
@@ -179,7 +185,8 @@ class PlanPricer:
 
     def _fastest_simple(self) -> PricedPlan | None:
         """Return the fastest of the heuristic and the static plans that can run; None without one."""
-        able = (priced for priced in (*self.heuristic(), *self.static()) if priced.can_run)
+        static = self.static(1, wanted=lambda priced: priced.can_run)
+        able = (priced for priced in (*self.heuristic(), *static) if priced.can_run)
         return min(able, key=lambda priced: priced.seconds, default=None)
 
     def heuristic(self) -> list[PricedPlan]:
@@ -192,17 +199,42 @@ class PlanPricer:
             self._heuristic = [self.price(plan) for plan in dict.fromkeys((found.heuristic, found.plan))]
         return self._heuristic
 
-    def static(self) -> list[PricedPlan]:
-        """Return the `static_plans`, ordered by missing bytes, then by seconds."""
-        plans = map(self.price, self.static_plans())
-        return sorted(plans, key=lambda priced: (priced.missing_bytes, priced.seconds))
+    def static(
+        self, count: int, *, wanted: Callable[[PricedPlan], bool] = lambda priced: not priced.missing_bytes
+    ) -> list[PricedPlan]:
+        """Return the fastest of the `static_plans` that fit; without any, the one that needs the fewest bytes.
 
-    def static_plans(self) -> Iterator[ExecutionPlan]:
-        """Yield every plan with one layout for all calls on all ranks, with its best options."""
-        flow, cluster = self.task.dataflow, self.task.cluster
-        ranks = tuple(range(cluster.num_devices))
-        for dims in common_dims(flow, self.task.models, cluster, self.options):
-            yield self.with_best_options(ExecutionPlan.static(flow, Layout(dims, ranks)))
+        Plans are tried in the order of the search's estimates, since the forecasts of a thousand ranks take long.
+
+        Args:
+            count: Most plans to return.
+            wanted: Which of the priced plans to return.
+        """
+        plans = self.static_plans()
+        needs = {plan: max(self._kept_by_rank(plan)) + self._most_active(plan) for plan in plans}
+        near = [plan for plan in plans if needs[plan] <= MAX_OVERESTIMATE * self.task.usable_bytes]
+        fitting = filter(wanted, map(self.price, sorted(near, key=self._seconds_in_turn)))
+        found = list(itertools.islice(fitting, count))
+        if not found and plans:
+            return [self.price(min(plans, key=lambda plan: needs[plan]))]
+        return sorted(found, key=lambda priced: priced.seconds)
+
+    def static_plans(self) -> list[ExecutionPlan]:
+        """Return every plan with one layout for all calls on all ranks, with its best options."""
+        if self._static is None:
+            flow, cluster = self.task.dataflow, self.task.cluster
+            ranks = tuple(range(cluster.num_devices))
+            layouts = [Layout(dims, ranks) for dims in common_dims(flow, self.task.models, cluster, self.options)]
+            self._static = [self.with_best_options(ExecutionPlan.static(flow, layout)) for layout in layouts]
+        return self._static
+
+    def _seconds_in_turn(self, plan: ExecutionPlan) -> float:
+        calls = (call for call in self.task.dataflow.iteration_calls if call.role is not None)
+        return sum(self.estimator.call_seconds(call.name, plan.call(call.name)).total for call in calls)
+
+    def _most_active(self, plan: ExecutionPlan) -> int:
+        calls = (call for call in self.task.dataflow.iteration_calls if call.role is not None)
+        return max(self.estimator.active_bytes(call.name, plan.call(call.name)) for call in calls)
 
     # ---- options
     def with_best_options(self, plan: ExecutionPlan) -> ExecutionPlan:

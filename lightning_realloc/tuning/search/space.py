@@ -24,6 +24,12 @@ MIN_SLICE_TOKENS = 2048
 """Fewest tokens of the longest row for each context-parallel rank. Shorter slices save little memory, and layouts with
 them make searches longer."""
 
+MANY_CACHED_TOKENS = 1 << 20
+"""Tokens in the caches of the fewest slots that are tried, from which on fewer slots are tried, too. Raising it makes
+searches for long responses shorter, and may leave them without a plan that fits."""
+FEW_SLOTS = (1, 4, 16)
+"""Slots that are tried for such responses."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions:
@@ -50,12 +56,18 @@ class CallOptions:
     def plans(self, kind: CallKind, layout: Layout) -> tuple[CallPlan, ...]:
         """Return the plans of a call under one layout."""
         if kind == "generate":
-            return tuple(CallPlan(layout, max_slots=slots) for slots in self.max_slots)
+            return tuple(CallPlan(layout, max_slots=slots) for slots in self._slots)
         checkpointing = self.gradient_checkpointing if kind == "train" else (False,)
         cp = layout.count(*Layout.token_axes)
         limits = (None if limit is None else max(cp * limit, self.row_tokens) for limit in self.micro_batch_tokens)
         choices = itertools.product(dict.fromkeys(limits), checkpointing)
         return tuple(CallPlan(layout, tokens, recompute) for tokens, recompute in choices)
+
+    @property
+    def _slots(self) -> tuple[int, ...]:
+        """Values of ``max_slots``, and fewer slots where rows are so long that few caches fit."""
+        is_long = min(self.max_slots) * self.row_tokens > MANY_CACHED_TOKENS
+        return (*(slots for slots in FEW_SLOTS if is_long and slots < min(self.max_slots)), *self.max_slots)
 
 
 @dataclass(frozen=True)

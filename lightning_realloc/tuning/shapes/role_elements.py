@@ -74,10 +74,15 @@ class Shards(NamedTuple):
     """Elements of each shard."""
 
     @classmethod
-    def from_positions(cls, shards: Sequence[LocalShard]) -> Shards:
-        """Number the shards, and turn their pieces into arrays."""
+    def from_classes(cls, shards: Sequence[LocalShard], positions: IntArray) -> Shards:
+        """Number the shards, and turn their pieces into arrays.
+
+        Args:
+            shards: One shard for each class of positions; some may be equal.
+            positions: Class of each position.
+        """
         numbers: dict[LocalShard, int] = {}
-        number = np.array([numbers.setdefault(shard, len(numbers)) for shard in shards])
+        number = np.array([numbers.setdefault(shard, len(numbers)) for shard in shards])[positions]
         num_pieces, num_dims = max(len(shard.pieces) for shard in numbers), len(shards[0].shape)
         bounds = np.zeros((len(numbers), num_pieces, num_dims, 2), dtype=np.int64)
         for row, shard in zip(bounds, numbers, strict=True):
@@ -205,10 +210,15 @@ class RoleElements:
         return tuple(shard for name in self._names if (shard := cut(name, position)) is not None)
 
     def _cut_everywhere(self, dims: ParallelDims) -> list[Shards]:
-        return [
-            Shards.from_positions(shards)
-            for shards in zip(*(self._cut_at(dims, i) for i in range(dims.size)), strict=True)
-        ]
+        laid = self._laid(dims)
+        return [self._cut_family(laid, name) for name in self._names]
+
+    def _cut_family(self, laid: ModelLayout, name: str) -> Shards:
+        """Return the shards of a family; positions with equal shares along the axes of its cuts are cut once."""
+        axes = [axis for cut in laid.model.param(name).cuts for axis in cut.axes]
+        _, first, positions = np.unique(axis_positions(laid.layout, axes), return_index=True, return_inverse=True)
+        shards = [laid.shard(name, int(rank)) for rank in first]
+        return Shards.from_classes([shard for shard in shards if shard is not None], positions)
 
     def _count_rank(self, dims: ParallelDims, stage: int, position: int) -> RankElements:
         within = inside(dims)
@@ -257,6 +267,15 @@ def inside(dims: ParallelDims) -> ParallelDims:
 def of_one_copy(dims: ParallelDims) -> ParallelDims:
     """Return the degrees of all pipeline stages and one replica, which the elements of a rank depend on."""
     return replace(inside(dims), pp=dims.pp)
+
+
+def axis_positions(layout: Layout, axes: Sequence[str]) -> IntArray:
+    """Return `Layout.share`'s position of every rank, in the layout's order."""
+    index = np.arange(len(layout.ranks))
+    position = np.zeros_like(index)
+    for degree, stride in layout.spans(axes):
+        position = position * degree + index // stride % degree
+    return position
 
 
 def _place_in(layout: Layout, rank: int) -> tuple[int, int]:

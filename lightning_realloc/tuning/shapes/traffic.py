@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from lightning_realloc.tuning.shapes.role_elements import (
     IntArray,
     RoleElements,
     Shards,
+    axis_positions,
     count_between,
     inside,
 )
@@ -170,7 +171,7 @@ class _Mesh(NamedTuple):
     def from_layout(cls, elements: RoleElements, layout: Layout) -> _Mesh:
         """Return the arrays of a layout."""
         ranks = np.array(layout.ranks)
-        stage, position = (_positions(layout, axes) for axes in (layout.stage_axes, layout.weight_axes))
+        stage, position = (axis_positions(layout, axes) for axes in (layout.stage_axes, layout.weight_axes))
         begin, end = elements.places(layout.dims.pp)[:, stage]
         return cls(ranks, position, begin, end)
 
@@ -181,15 +182,6 @@ class _Mesh(NamedTuple):
         result = np.zeros(len(self.ranks), dtype=np.bool_)
         result[first] = True
         return result
-
-
-def _positions(layout: Layout, axes: Sequence[str]) -> IntArray:
-    """Return `Layout.share`'s position of every rank, in the layout's order."""
-    index = np.arange(len(layout.ranks))
-    position = np.zeros_like(index)
-    for degree, stride in layout.spans(axes):
-        position = position * degree + index // stride % degree
-    return position
 
 
 def _shards(elements: RoleElements, one: Layout, other: Layout) -> Iterator[tuple[Shards, Shards]]:

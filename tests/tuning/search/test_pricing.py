@@ -99,13 +99,20 @@ def test_a_base_that_two_roles_share_counts_once_where_options_are_chosen() -> N
     assert PlanPricer(tight, prices).with_best_options(static) == fastest
 
 
-def test_static_plans_have_one_layout_and_the_fastest_that_fits_is_first() -> None:
-    found = pricer(2 << 30).static()
-    assert all(len(priced.plan.layouts) == 1 for priced in found)
-    assert {str(priced.plan.layouts[0].dims) for priced in found} >= {"dp8", "fsdp8", "dp2.tp4", "fsdp2.tp4"}
-    fitting = [priced.seconds for priced in found if not priced.missing_bytes]
-    assert 0 < len(fitting) < len(found)
-    assert [priced.seconds for priced in found[: len(fitting)]] == sorted(fitting)
+@pytest.mark.parametrize("budget", [1400 << 20, 2 << 30])
+def test_the_fastest_static_plans_that_fit_are_found_without_pricing_all(budget: int) -> None:
+    bench = pricer(budget)
+    every = [bench.price(plan) for plan in bench.static_plans()]
+    assert {str(priced.plan.layouts[0].dims) for priced in every} >= {"dp8", "fsdp8", "dp2.tp4", "fsdp2.tp4"}
+    fitting = sorted(priced.seconds for priced in every if not priced.missing_bytes)
+    assert 3 < len(fitting) < len(every)
+    assert [priced.seconds for priced in bench.static(3)] == fitting[:3]
+
+
+def test_without_a_static_plan_that_fits_the_smallest_says_what_is_missing() -> None:
+    bench = pricer(300 << 20)
+    (found,) = bench.static(3)
+    assert found.missing_bytes == min(bench.price(plan).missing_bytes for plan in bench.static_plans()) > 0
 
 
 def test_the_found_plan_fits_the_forecast_and_beats_plans_without_a_search() -> None:
@@ -113,7 +120,11 @@ def test_the_found_plan_fits_the_forecast_and_beats_plans_without_a_search() -> 
     best, found = bench.search(seed=0, seconds=0.5, clock=time.process_time)
     assert best.missing_bytes == 0
     assert best.seconds == pytest.approx(found.seconds, rel=0.02)
-    others = [priced.seconds for priced in (*bench.heuristic(), *bench.static()) if not priced.missing_bytes]
+    others = [
+        priced.seconds
+        for priced in (*bench.heuristic(), *map(bench.price, bench.static_plans()))
+        if not priced.missing_bytes
+    ]
     assert best.seconds <= min(others) * 1.001
     with pytest.raises(NothingFitsError, match=r"lacks [0-9,]+ bytes"):
         pricer(100 << 20, cluster="a100-80g:1x2").search(seed=0, seconds=1, clock=time.process_time)
@@ -122,7 +133,7 @@ def test_the_found_plan_fits_the_forecast_and_beats_plans_without_a_search() -> 
 def test_a_search_that_finds_nothing_falls_back_to_the_fastest_simple_plan_that_fits() -> None:
     bench = pricer(1200 << 20, cluster="a100-80g:1x4")
     best, found = bench.search(seed=0, seconds=60, clock=time.process_time, max_evaluations=1)
-    fitting = [priced for priced in (*bench.heuristic(), *bench.static()) if priced.can_run]
+    fitting = [priced for priced in (*bench.heuristic(), *map(bench.price, bench.static_plans())) if priced.can_run]
     assert best.can_run and best.seconds == found.seconds == min(priced.seconds for priced in fitting)
     assert found.plan == best.plan and found.lower_bound == 0
 
@@ -174,7 +185,9 @@ def test_a_plan_that_can_start_is_preferred_to_a_faster_one_that_cannot(monkeypa
     best, found = bench.search(clock=time.process_time, **limits)
     assert best.can_run and refused.seconds <= best.seconds == found.seconds
     assert found.plan == best.plan and found.gap == pytest.approx(1 - found.lower_bound / best.seconds)
-    assert best.seconds <= min(other.seconds for other in (*bench.heuristic(), *bench.static()) if other.can_run)
+    assert best.seconds <= min(
+        other.seconds for other in (*bench.heuristic(), *map(bench.price, bench.static_plans())) if other.can_run
+    )
 
 
 def test_the_chosen_plan_leaves_a_tenth_of_a_device_free() -> None:

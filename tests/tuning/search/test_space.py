@@ -191,3 +191,9 @@ def test_the_first_placement_is_canonical_by_size_alone() -> None:
     # After the first node: a part of it or of another node, itself or another, two nodes with or without it, all.
     second = canonical_sets(rank_sets(machines), (RankSet((0, 1, 2, 3)),), machines)
     assert len(second) == 2 + 2 + 2 + 2 + 1
+
+
+def test_long_rows_are_generated_in_few_slots_too() -> None:
+    short, long = (CallOptions(max_slots=(64, 256), row_tokens=tokens) for tokens in (16384, 16385))
+    slots = [[plan.max_slots for plan in one.plans("generate", Layout.parse("dp2"))] for one in (short, long)]
+    assert slots == [[64, 256], [1, 4, 16, 64, 256]]
