@@ -97,7 +97,8 @@ def _search(request: PlanRequest, write: Write) -> bool:
     subject = f"{request.flags.algorithm} on {request.flags.cluster}"
     write(f"{report_title(best, subject)}\n{_setting(request)}\n")
     write(f"{_without_tensor_parallel(task)}{plan_table(best.plan)}\n")
-    seconds = seconds_with_error(best, unmeasured=_unmeasured(task, request))
+    mixtures = any(role.shape is not None and role.shape.experts is not None for role in task.roles.values())
+    seconds = seconds_with_error(best, has_mixtures=mixtures, unmeasured="CPUs" if request.is_cpu else None)
     write(f"\n{seconds}\n{gap_sentence(found)}\n{_cost(best, request)}")
     timeline = timeline_table(best.timeline, num_devices=task.cluster.num_devices)
     write(f"\nTimeline of an iteration, in seconds\n{timeline}\n")
@@ -160,13 +161,6 @@ def _without_tensor_parallel(task: PlanningTask) -> str:
     """Return a note about roles that no plan divides by tensor parallelism."""
     roles = [name for name, role in task.roles.items() if role.model.tp_refusal is not None]
     return f"  No tensor parallelism in {', '.join(roles)}: their model cannot run so.\n\n" if roles else ""
-
-
-def _unmeasured(task: PlanningTask, request: PlanRequest) -> str | None:
-    mixtures = any(role.shape is not None and role.shape.experts is not None for role in task.roles.values())
-    if request.is_cpu:
-        return "CPUs"
-    return "mixtures of experts" if mixtures else None
 
 
 def _cost(priced: PricedPlan, request: PlanRequest) -> str:

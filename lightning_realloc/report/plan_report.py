@@ -15,6 +15,8 @@ from lightning_realloc.tuning.timeline.call_timeline import CallTimeline, Timeli
 ONE_LAYOUT_ERROR_RANGE, ANY_PLAN_ERROR_RANGE = (0.90, 1.14), (0.86, 1.31)
 """Smallest and largest ratio of measured to estimated iteration time on machines without a profile, for plans with one
 layout and for any plan. Source: docs/benchmarks/real_figures.md."""
+MIXTURE_ERROR_RANGE = (0.91, 2.01)
+"""The same for mixtures of experts, from published steps."""
 MAX_SPEEDUP_ERROR = 1.29
 """Largest ratio of an estimated speed-up over a plan with one layout to the measured one. Source: as above."""
 MUCH_IDLE = 0.25
@@ -58,16 +60,19 @@ def plan_table(plan: ExecutionPlan) -> str:
     return aligned(rows, left=(0, 1, 2))
 
 
-def seconds_with_error(priced: PricedPlan, *, unmeasured: str | None) -> str:
+def seconds_with_error(priced: PricedPlan, *, has_mixtures: bool, unmeasured: str | None) -> str:
     """Return an iteration's seconds, their error range, and its source.
 
     Args:
+        has_mixtures: Whether a model is a mixture of experts.
         unmeasured: Part of the plan whose estimates were never compared with measurements; None without one.
     """
     text = f"{priced.seconds:.2f} s an iteration"
     if unmeasured is not None:
         return f"{text}; the error is unknown: estimates for {unmeasured} were never compared with measurements"
     least, most = ONE_LAYOUT_ERROR_RANGE if len(priced.plan.layouts) == 1 else ANY_PLAN_ERROR_RANGE
+    if has_mixtures:
+        least, most = MIXTURE_ERROR_RANGE
     return (
         f"{text}; {least * priced.seconds:.1f} to {most * priced.seconds:.1f} s if it errs as it did for published "
         f"iteration times ({least - 1:+.0%} to {most - 1:+.0%}: docs/benchmarks/real_figures.md)"

@@ -243,7 +243,7 @@ def test_mixtures_of_experts_are_planned_if_their_config_describes_them(
         text = ask(capsys, "--actor", model, "--reference", TINY, *SMALL)
         answers.append(float(re.search(r"^([0-9.]+) s an iteration", text, re.M)[1]))
         assert "No tensor parallelism" not in text
-        assert "the error is unknown: estimates for mixtures of experts were never compared with measurements" in text
+        assert "if it errs as it did for published iteration times (-9% to +101%" in text
     assert answers[0] == answers[2] < answers[1]
 
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 9}))
