@@ -327,6 +327,7 @@ def make_plan_evaluator(
         generation_chunks=overlap.generation_chunks,
         generates_in_stages=option_without_stages(module) is None,
         generates_in_lockstep=option_without_lockstep(module) is None,
+        delays_weight_gradients=not any(module.train_options_of(role).compile for role in dataflow.trained_roles),
     )
     return PlanEvaluator(task=task, estimate=estimate, lengths=typical)
 

@@ -279,15 +279,15 @@ class CallCost:
     def _waiting_share(self, tokens: float, plan: CallPlan) -> float | None:
         """Return the part of a stage's passes that waits under ZB-H1: gradients of weights of linear layers.
 
-        None under 1F1B. Experts do not wait.
+        None under 1F1B. Of blocks with experts, those of attention wait.
         """
         if plan.pipeline_schedule == "1f1b":
             return None
         kernels, context, share = self.kernels, self.tokens.context, self.trained_share
-        if kernels.shape.experts is not None:
-            return 0.0
+        has_experts = kernels.shape.experts is not None
+        waiting = kernels.projections(tokens) if has_experts else kernels.products(tokens)
         forward = kernels.forward(tokens, context) * (2 if plan.gradient_checkpointing else 1)
-        return share * kernels.products(tokens) / (forward + kernels.backward(tokens, context, trained_share=share))
+        return share * waiting / (forward + kernels.backward(tokens, context, trained_share=share))
 
     def _pipelined(
         self, stage: Pass, sharding: float, count: int, send: float, *, waiting_share: float | None = None

@@ -81,9 +81,13 @@ class Kernels:
             self._products[num_rows] = self._matmuls(num_rows)
         return self._products[num_rows]
 
+    def projections(self, rows: float) -> float:
+        """Return the time of the products of attention's linear layers."""
+        sizes = self.shape.projections(self.tp)
+        return sum(self.device.matmul(rows, inner, columns, self.element_bytes) for inner, columns in sizes)
+
     def _matmuls(self, rows: int) -> float:
-        shape, sizes = self.shape, self.shape.projections(self.tp)
-        attention = sum(self.device.matmul(rows, inner, columns, self.element_bytes) for inner, columns in sizes)
+        shape, attention = self.shape, self.projections(rows)
         dense = self._mlp(rows, shape.intermediate / self.tp)
         if shape.experts is None:
             return attention + dense

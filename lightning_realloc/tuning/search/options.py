@@ -169,10 +169,14 @@ class Pricing:
         if kept > self.memory_budget:
             return []
         is_copied = call.kind == "generate" and self.estimator.generates_in_copy(call.owner, layout)
-        found = []
+        found, too_large = [], set[tuple[object, ...]]()
         for plan in self.options.plans(call.kind, layout):
+            *others, _ = plan.options
+            if tuple(others) in too_large:
+                continue  # the same passes under 1F1B, which needs no more bytes than other schedules
             active = self.estimator.active_bytes(call.name, plan)
             if kept + active > self.memory_budget:
+                too_large.add(tuple(others))
                 continue
             seconds = self.estimator.call_seconds(call.name, plan).total if call.is_timed else 0.0
             if math.isfinite(seconds):

@@ -42,6 +42,8 @@ class PlanningTask:
     """Whether generating calls may run in pipeline stages."""
     generates_in_lockstep: bool = True
     """Whether ranks of a generating call may run each block together, as they do with ``fsdp`` and ``ep``."""
+    delays_weight_gradients: bool = True
+    """Whether training in pipeline stages may follow the schedule ``zero_bubble``, which compiled blocks refuse."""
 
     @property
     def usable_bytes(self) -> int:
@@ -77,6 +79,7 @@ class PlanningTask:
             row_tokens=row_tokens,
             generates_in_stages=self.generates_in_stages,
             generates_in_lockstep=self.generates_in_lockstep,
+            delays_weight_gradients=self.delays_weight_gradients,
         )
 
     def on_nodes(self, num_nodes: int) -> PlanningTask:

@@ -52,6 +52,8 @@ class CallOptions:
     """Whether generating calls may run in pipeline stages."""
     generates_in_lockstep: bool = True
     """Whether ranks of a generating call may run each block together, as they do with ``fsdp`` and ``ep``."""
+    delays_weight_gradients: bool = True
+    """Whether training in pipeline stages may follow the schedule ``zero_bubble``."""
 
     def plans(self, kind: CallKind, layout: Layout) -> tuple[CallPlan, ...]:
         """Return the plans of a call under one layout."""
@@ -61,7 +63,10 @@ class CallOptions:
         cp = layout.count(*Layout.token_axes)
         limits = (None if limit is None else max(cp * limit, self.row_tokens) for limit in self.micro_batch_tokens)
         choices = itertools.product(dict.fromkeys(limits), checkpointing)
-        return tuple(CallPlan(layout, tokens, recompute) for tokens, recompute in choices)
+        plans = tuple(CallPlan(layout, tokens, recompute) for tokens, recompute in choices)
+        if kind != "train" or layout.dims.pp == 1 or not self.delays_weight_gradients:
+            return plans
+        return (*plans, *(replace(plan, pipeline_schedule="zero_bubble") for plan in plans))
 
     @property
     def _slots(self) -> tuple[int, ...]:

@@ -178,9 +178,16 @@ def test_a_pipeline_waits_for_its_first_and_last_micro_batch() -> None:
     assert few.pipeline > 1.9 * four.pipeline
 
 
-def test_gradients_of_weights_that_wait_fill_idle_turns_at_both_ends() -> None:
+@pytest.mark.parametrize(
+    ("model", "waiting"),
+    [
+        (LLAMA, 4 * 4096**2 + 3 * 4096 * 11008),
+        (f"{LLAMA.replace('11008', '512')},experts=16,experts_per_token=4", 4 * 4096**2),  # those of experts do not
+    ],
+)
+def test_gradients_of_weights_that_wait_fill_idle_turns_at_both_ends(model: str, waiting: int) -> None:
     answers = estimator(
-        LLAMA.replace("vocabulary=32000", "vocabulary=32"),
+        model.replace("vocabulary=32000", "vocabulary=32"),
         cluster=replace(CLUSTER, device_memory_bytes_per_s=1e18, intra_node_bytes_per_s=1e18),
         efficiency=IDEAL,
     )
@@ -188,8 +195,21 @@ def test_gradients_of_weights_that_wait_fill_idle_turns_at_both_ends() -> None:
     less = seconds("actor.train", "pp4", answers, pipeline_schedule="zero_bubble").pipeline
     # A stage's products of one micro-batch, which the gradients of its weights take as well. Three turns of idle time
     # lose them, and three more have them.
-    weights = 2 * 8 * (4 * 4096**2 + 3 * 4096 * 11008) * 8192 / CLUSTER.device_flops
+    weights = 2 * 8 * waiting * 8192 / CLUSTER.device_flops
     assert usual - less == pytest.approx(6 * weights, rel=0.02)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("layout", ["pp2.dp4", "pp4.fsdp2", "pp8", "pp2.tp4"])
+def test_delayed_gradients_of_weights_take_at_least_the_bytes_of_1f1b(layout: str, checkpointing: bool) -> None:
+    answers, least = estimator(), 0
+    for tokens in (4096, 16384, 65536):
+        plan = CallPlan(Layout.parse(layout), tokens, checkpointing)
+        usual, delayed = (
+            answers.active_bytes("actor.train", one) for one in (plan, replace(plan, pipeline_schedule="zero_bubble"))
+        )
+        assert least < usual <= delayed
+        least = usual
 
 
 @pytest.mark.parametrize(("call", "num_ways"), [("reference.infer", 1), ("actor.train", 2)])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
@@ -19,6 +20,7 @@ from lightning_realloc.tuning.search.infeasible import NothingFitsError
 from lightning_realloc.tuning.search.plan_search import SearchResult, search_plan
 from lightning_realloc.tuning.search.planning_task import PlanningTask
 from lightning_realloc.tuning.search.pricing import PlanPricer
+from lightning_realloc.tuning.search.space import CallOptions
 from tests.matrices import matrix
 from tests.tuning.examples import PPO_FLOW, role_of, roles_of, with_adapters
 from tests.tuning.timeline.test_simulator import SCORED_BY_BASE, plan_of
@@ -232,3 +234,21 @@ def test_a_search_counts_the_replica_for_generation_in_the_training_layout(devic
             clock=time.process_time,
         )  # fmt: skip
         assert bench.price(found.plan).peak.parts.total <= budget
+
+
+def test_a_search_delays_gradients_of_weights_where_stages_would_wait_and_blocks_are_not_compiled() -> None:
+    # Links so slow that only stages pay, and few micro-batches for them.
+    task = pricer(80 << 30, cluster="a100-80g:1x4").task
+    slow = replace(task.cluster, intra_node_bytes_per_s=2e9)
+    flow = Dataflow((ModelFunctionCall("actor.train", "train", "actor", "loss", ("batch",)),))
+    roles, load = {"actor": role_of(MODEL)}, replace(LOAD, num_sequences=32)
+    found = {}
+    for delays in (True, False):
+        one = replace(task, dataflow=flow, roles=roles, cluster=slow, workload=load, delays_weight_gradients=delays)
+        bench = PlanPricer(
+            one, RooflineEstimator(flow, slow, roles, HALF, load), options=CallOptions(micro_batch_tokens=(2048,))
+        )
+        found[delays], _ = bench.search(seed=0, seconds=60, clock=time.process_time, max_evaluations=500)
+    schedules = {delays: best.plan.call("actor.train").pipeline_schedule for delays, best in found.items()}
+    assert schedules == {True: "zero_bubble", False: "1f1b"}
+    assert found[True].seconds < 0.97 * found[False].seconds

@@ -197,3 +197,15 @@ def test_long_rows_are_generated_in_few_slots_too() -> None:
     short, long = (CallOptions(max_slots=(64, 256), row_tokens=tokens) for tokens in (16384, 16385))
     slots = [[plan.max_slots for plan in one.plans("generate", Layout.parse("dp2"))] for one in (short, long)]
     assert slots == [[64, 256], [1, 4, 16, 64, 256]]
+
+
+def test_stages_may_delay_gradients_of_weights_only_in_training_and_where_blocks_allow_it() -> None:
+    usual, compiled = CallOptions(), CallOptions(delays_weight_gradients=False)
+
+    def schedules(options: CallOptions, kind: CallKind, layout: str) -> list[str]:
+        return [plan.pipeline_schedule for plan in options.plans(kind, Layout.parse(layout))]
+
+    both = schedules(usual, "train", "pp2.dp2")
+    assert both.count("1f1b") == both.count("zero_bubble") == len(both) / 2
+    for options, kind, layout in ((usual, "train", "dp4"), (usual, "infer", "pp2"), (compiled, "train", "pp2")):
+        assert set(schedules(options, kind, layout)) == {"1f1b"}
