@@ -93,7 +93,8 @@ def parse_shape(text: str) -> PreTrainedConfig:
             f"heads={sizes['heads']} of the shape {text!r} must be a multiple of kv_heads={sizes['kv_heads']} and at "
             f"most hidden={sizes['hidden']}; see the model's config.json"
         )
-    config = {_CONFIG_KEYS[key]: size for key, size in sizes.items()} | {"tie_word_embeddings": "tied" in flags}
+    config: dict[str, int | None] = {_CONFIG_KEYS[key]: size for key, size in sizes.items()}
+    config |= {"tie_word_embeddings": "tied" in flags, "sliding_window": None}
     if "experts" in sizes:
         Experts(count=sizes["experts"], per_token=sizes["experts_per_token"], features=sizes["intermediate"])  # checks
         config["moe_intermediate_size"] = sizes["intermediate"]

@@ -37,7 +37,7 @@ class Kernels:
         """Return the time of a block's forward pass on tokens that attend to ``context`` tokens on average."""
         return (
             self.products(tokens)
-            + self.device.attention(self._attention_flops(tokens * context))
+            + self.device.attention(self._attention_flops(tokens, context))
             + self._elementwise(tokens)
         )
 
@@ -45,12 +45,15 @@ class Kernels:
         """Return the time of a block's backward pass: gradients of activations, and of the trained share of weights."""
         return (
             (1 + trained_share) * self.products(tokens)
-            + BACKWARD_ATTENTION * self.device.attention(self._attention_flops(tokens * context))
+            + BACKWARD_ATTENTION * self.device.attention(self._attention_flops(tokens, context))
             + BACKWARD_TRAFFIC * self._elementwise(tokens)
         )
 
     def decode(self, sequences: float, context: float) -> float:
-        """Return a block's time for one new token of each sequence, each with ``context`` keys and values to read."""
+        """Return a block's time for one new token of each sequence, each with ``context`` keys and values to read.
+
+        The engine reads those beyond a sliding window as well, and masks them.
+        """
         cache = 2 * sequences * context * self.shape.keys(self.tp) * self.element_bytes
         return self.products(sequences) + self.device.read_cache(cache) + self._elementwise(sequences)
 
@@ -114,9 +117,9 @@ class Kernels:
         routed = self._mlp(each, experts.features_on(self.tp), num_products=reached)
         return router + routed + self._mlp(rows, experts.shared_features_on(self.tp))
 
-    def _attention_flops(self, pairs: float) -> float:
-        """Return the attention flops for some pairs of a token and a token that it attends to."""
-        return 4 * pairs * self.shape.queries(self.tp)
+    def _attention_flops(self, tokens: float, context: float) -> float:
+        """Return the attention flops of tokens that attend to ``context`` tokens, or to those of a sliding window."""
+        return 4 * tokens * self.shape.mean_context(context) * self.shape.queries(self.tp)
 
     def _elementwise(self, tokens: float) -> float:
         """Return the time of norms, residuals, rotation and activation, each of which is a kernel of its own.

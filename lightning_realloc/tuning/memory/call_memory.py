@@ -124,7 +124,11 @@ class CallMemory:
 
     def _working(self, tokens: int) -> int:
         shape = self.role.shape
-        return 0 if shape is None else tokens * shape.working_elements(self._tp) * self.activation_bytes
+        return (
+            0
+            if shape is None
+            else tokens * shape.working_elements(self._tp, self.sizes.dims.ep) * self.activation_bytes
+        )
 
     def _exchanged(self, tokens: int) -> int:
         """Return the bytes of all-reduces that CPU ranks do by gathering; the previous message is still held."""

@@ -80,6 +80,10 @@ class ModelShape:
     """Ranks of latent attention, whose keys and values are as wide as ``head_dim`` on average; None: none."""
     experts: Experts | None = None
     """Experts in place of the MLP in most or all blocks; None for a dense model."""
+    window: int | None = None
+    """Last tokens that a token attends to in the layers of a sliding window; None without such layers."""
+    num_windowed: int = 0
+    """Layers with the sliding window."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden", "intermediate", "num_heads", "num_kv_heads", "head_dim", "num_outputs"):
@@ -99,6 +103,7 @@ class ModelShape:
         text = config.get_text_config()
         hidden, heads = _size(text, "hidden_size"), _size(text, "num_attention_heads")
         latent = Latent.from_config(text)
+        window, num_windowed = _sliding_window(text)
         names = [param.name for param in model.params if param.section == "block"]
         norms = [name for name in names if "norm" in name or ".ln_" in name]
         return cls(
@@ -117,6 +122,8 @@ class ModelShape:
                 str(getattr(text, "hidden_act", None) or getattr(text, "activation_function", "")), 0
             ),
             experts=Experts.from_config(text, model),
+            window=window,
+            num_windowed=num_windowed,
         )
 
     def projections(self, tp: int = 1) -> list[tuple[int, int]]:
@@ -130,6 +137,16 @@ class ModelShape:
         expanded = heads * (latent.query_width - latent.rotary + latent.value_width)
         joint = [(self.hidden, latent.key_rank + latent.rotary), (latent.key_rank, expanded)]
         return [down, *up, *joint, (heads * latent.value_width, self.hidden)]
+
+    def mean_context(self, context: float) -> float:
+        """Return the mean tokens that a token attends to over layers, from that of layers without a window.
+
+        The latter is half of a sequence, of whose tokens those after the window attend to all of the window.
+        """
+        if self.window is None or 2 * context <= self.window:
+            return context
+        inside = self.window - self.window**2 / (4 * context)
+        return context + self.num_windowed / self.num_layers * (inside - context)
 
     def queries(self, tp: int = 1) -> int:
         """Return the features of the query heads on the first of ``tp`` ranks, which holds most of them."""
@@ -155,15 +172,20 @@ class ModelShape:
         heads = (3 + 2 * self.qk_norm) * self.queries(tp) + (2 + 2 * self.qk_norm) * self.keys(tp)
         return int(2 * norm * self.hidden + element_bytes * (heads + self._mlp_saved(tp)))
 
-    def working_elements(self, tp: int) -> int:
-        """Return the peak elements per token of a block's forward pass that keeps nothing."""
+    def working_elements(self, tp: int, ep: int = 1) -> int:
+        """Return the peak elements per token of a block's forward pass that keeps nothing.
+
+        Under ``ep``, the tokens received from other ranks live next to those that the experts sort. They are as many as
+        a rank sends if all experts are equally popular.
+        """
         attention = 3 * self.queries(tp) + 3 * self.keys(tp)
         copies = (3 if self.gated else 2) + max(0, self.activation_copies)
         mlp = copies * self.intermediate / tp
         if self.experts is not None:
             # Tokens sorted by expert live to the end; both projections are one tensor until their product exists.
             each, moved = self.experts.features_on(tp), self.experts.per_token
-            routed = moved * max(self.hidden + (copies + self.gated) * each, 4 * self.hidden)
+            arrived = (2 if ep > 1 else 1) * self.hidden
+            routed = moved * max(arrived + (copies + self.gated) * each, 4 * self.hidden)
             mlp = max(routed, copies * self.experts.shared_features_on(tp))
         return int(4 * self.hidden + max(attention, mlp))
 
@@ -196,6 +218,14 @@ class ModelShape:
         routed = self.experts.per_token * (2 * self.hidden + copies * self.experts.features_on(tp))
         mixture = routed + copies * self.experts.shared_features_on(tp) + self.experts.count
         return self.experts.mean_over_blocks(self.num_layers, mixture, dense)
+
+
+def _sliding_window(config: Any) -> tuple[int | None, int]:
+    """Return the sliding window of a Hugging Face config, and the number of its layers; a window of 0 is none."""
+    window, kinds = read_size(config, "sliding_window"), getattr(config, "layer_types", None)
+    if not window:
+        return None, 0
+    return window, _size(config, "num_hidden_layers") if kinds is None else list(kinds).count("sliding_attention")
 
 
 def _size(config: Any, *names: str, default: int | None = None) -> int:

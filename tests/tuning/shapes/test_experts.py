@@ -96,6 +96,15 @@ def test_activations_are_those_of_a_tokens_own_experts() -> None:
     assert MIXTRAL.working_elements(1) > dense.working_elements(1)
 
 
+def test_tokens_of_other_ranks_arrive_next_to_those_that_experts_sort() -> None:
+    # Eight of 128 experts for each token: its hidden state as received and as sorted, and four tensors of features,
+    # since both projections are one tensor until their product exists. At the end live four hidden states instead.
+    alone, among_eight = QWEN.working_elements(1), QWEN.working_elements(1, ep=8)
+    assert alone == 4 * 2048 + 8 * max(2048 + 4 * 768, 4 * 2048)
+    assert among_eight == alone  # narrow experts
+    assert MIXTRAL.working_elements(1, ep=2) - MIXTRAL.working_elements(1) == 2 * 4096
+
+
 def test_invalid_experts_are_refused() -> None:
     with pytest.raises(PlanError, match="experts_per_token=9 must lie between 1 and experts=8"):
         Experts(count=8, per_token=9, features=1)
