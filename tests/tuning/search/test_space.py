@@ -14,6 +14,7 @@ from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.cuts import TensorParallelCut, sharded, sharded_experts
 from lightning_realloc.layout.dims import AXES, Layout, ParallelDims
 from lightning_realloc.layout.model import ModelLayout, ModelSpec, ParamSpec
+from lightning_realloc.tuning.estimate.cost import Placement
 from lightning_realloc.tuning.search.space import (
     MIN_SLICE_TOKENS,
     CallOptions,
@@ -209,3 +210,14 @@ def test_stages_may_delay_gradients_of_weights_only_in_training_and_where_blocks
     assert both.count("1f1b") == both.count("zero_bubble") == len(both) / 2
     for options, kind, layout in ((usual, "train", "dp4"), (usual, "infer", "pp2"), (compiled, "train", "pp2")):
         assert set(schedules(options, kind, layout)) == {"1f1b"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_divide_rows_and_experts_share_a_node_where_they_fit(kind: CallKind) -> None:
+    model, nodes = replace(EXPERTS, attention_heads=((12, 4),)), cluster(2, 4)
+    found = legal_dims(model, kind, 8, nodes, CallOptions(row_tokens=4 * MIN_SLICE_TOKENS))
+    places = {dims: Placement.from_layout(Layout(dims, tuple(range(8))), nodes) for dims in found}
+    assert all(place.cp.nodes == place.tp.nodes == 1 for place in places.values())
+    together = [dims for dims in found if dims.ep > 1 and dims.ep * dims.cp <= 4]
+    assert together and all(places[dims].ep.nodes == 1 for dims in together)
+    assert all(place.ep.nodes == 2 for dims, place in places.items() if dims.ep * dims.cp == 8)
