@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_realloc.errors import PlanError, ReallocError
 from lightning_realloc.layout.dims import Layout
+from lightning_realloc.tuning.search.options import SearchedCall
 from lightning_realloc.tuning.search.problem import Problem, Score
 from lightning_realloc.tuning.search.space import legal_dims
 
@@ -92,11 +93,7 @@ def _least_peak(problem: Problem, num_nodes: int) -> int | None:
                 kept = problem.estimator.resident_bytes(role, layout, is_home=True) if is_owner else 0
                 if strictest.kind == "generate" and problem.estimator.generates_in_copy(role, layout):
                     kept += problem.estimator.resident_bytes(role, layout, is_home=False)
-                added = max(
-                    problem.estimator.active_bytes(call.name, plan)
-                    for call in calls
-                    for plan in problem.options.plans(call.kind, layout)[:1]
-                )
+                added = max(_least_added(problem, call, layout) for call in calls)
                 if least is None or kept + added < sum(least):
                     least = (kept, added)
             if least is None:
@@ -105,3 +102,9 @@ def _least_peak(problem: Problem, num_nodes: int) -> int | None:
     except ReallocError:
         return None  # an estimator may refuse ranks outside of its cluster
     return resident + active
+
+
+def _least_added(problem: Problem, call: SearchedCall, layout: Layout) -> int:
+    """Return the least bytes that a call adds: those of its smallest micro-batches, with and without checkpointing."""
+    smallest = problem.options.plans(call.kind, layout)[:2]
+    return min(problem.estimator.active_bytes(call.name, plan) for plan in smallest)

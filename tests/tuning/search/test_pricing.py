@@ -252,3 +252,14 @@ def test_a_search_delays_gradients_of_weights_where_stages_would_wait_and_blocks
     schedules = {delays: best.plan.call("actor.train").pipeline_schedule for delays, best in found.items()}
     assert schedules == {True: "zero_bubble", False: "1f1b"}
     assert found[True].seconds < 0.97 * found[False].seconds
+
+
+def test_the_number_of_nodes_that_would_do_counts_checkpointing() -> None:
+    budget = 300 << 20
+    with pytest.raises(NothingFitsError) as caught:
+        pricer(budget, cluster="a100-80g:1x4").search(seed=0, seconds=60, clock=time.process_time, max_evaluations=1)
+    nodes = caught.value.enough_nodes
+    assert nodes is not None
+    fitting, fewer = (pricer(budget, cluster=f"a100-80g:{number}x4").static(1)[0] for number in (nodes, nodes - 1))
+    assert not fitting.missing_bytes and fitting.plan.call("actor.train").gradient_checkpointing
+    assert fewer.missing_bytes
