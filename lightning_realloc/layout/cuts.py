@@ -90,10 +90,33 @@ class ExpertCut(Cut):
 
     axes = Layout.expert_axes
     dim: int = 0
+    num_blocks: int = 1
+    """Number of equal blocks of the dim, each of which lists all experts, as in the second factors of adapters."""
+
+    @property
+    def needs_whole_dim(self) -> bool:
+        """Whether the cut keeps blocks, which are counted along the whole dim."""
+        return self.num_blocks > 1
+
+    def check_shape(self, shape: tuple[int, ...]) -> None:
+        """Raise LayoutError unless the blocks fit a parameter of ``shape``."""
+        Cut.check_shape(self, shape)
+        if self.num_blocks < 1 or shape[self.dim] % self.num_blocks:
+            raise LayoutError(f"num_blocks={self.num_blocks} must divide {shape[self.dim]}, the size of dim {self.dim}")
 
     def refusal(self, shape: tuple[int, ...], count: int) -> str | None:
         """Refuse degrees that do not divide the experts."""
-        return f"ep={count} must divide the {shape[self.dim]} experts" if shape[self.dim] % count else None
+        experts = shape[self.dim] // self.num_blocks
+        return f"ep={count} must divide the {experts} experts" if experts % count else None
+
+    def split(self, held: Intervals, count: int, index: int) -> Intervals:
+        """Return the experts that rank ``index`` of ``count`` gets of each block."""
+        if not self.needs_whole_dim:
+            return Cut.split(self, held, count, index)
+        ((begin, size),) = held
+        length = size // self.num_blocks
+        start, stop = chunk_bounds(length, count, index)
+        return tuple((first + start, first + stop) for first in range(begin, begin + size, length))
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,9 +245,9 @@ def sharded(*cuts: Cut | None) -> tuple[Cut, ...]:
     return (*(cut for cut in cuts if cut is not None), FsdpCut())
 
 
-def sharded_experts(*cuts: Cut | None) -> tuple[Cut, ...]:
+def sharded_experts(*cuts: Cut | None, by_expert: ExpertCut | None = None) -> tuple[Cut, ...]:
     """Return the cuts of stacked experts: by whole experts, then these without None, then FSDP's."""
-    return (ExpertCut(), *(cut for cut in cuts if cut is not None), ExpertFsdpCut())
+    return (by_expert or ExpertCut(), *(cut for cut in cuts if cut is not None), ExpertFsdpCut())
 
 
 def total_length(intervals: Intervals) -> int:

@@ -19,7 +19,7 @@ from lightning_realloc.layout import (
     sharded,
     sharded_experts,
 )
-from lightning_realloc.layout.cuts import Intervals, share_bounds
+from lightning_realloc.layout.cuts import ExpertCut, Intervals, share_bounds
 
 WORLD_SIZE = 8
 
@@ -94,7 +94,7 @@ def cut_params(draw: st.DrawFn, name: str, section: str, block: int | None) -> P
     """Draw a parameter of one to three small dims with any kind of cut."""
     shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     dim = draw(st.integers(0, len(shape) - 1))
-    kind = draw(st.sampled_from(["fsdp", "chunk", "heads", "kv", "fused", "fused_heads", "joint", "experts"]))
+    kind = draw(st.sampled_from(["fsdp", "chunk", "heads", "kv", "fused", "fused_heads", "joint", "experts", "factor"]))
     if kind == "fsdp":
         return ParamSpec(name, tuple(shape), (FsdpCut(dim),), section, block)  # type: ignore[arg-type]
     if kind == "joint":
@@ -102,6 +102,11 @@ def cut_params(draw: st.DrawFn, name: str, section: str, block: int | None) -> P
     if kind == "experts":
         cut = draw(st.sampled_from([None, TensorParallelCut(1)]))
         return ParamSpec(name, (draw(st.sampled_from([3, 4, 6, 8])), *shape), sharded_experts(cut), section, block)  # type: ignore[arg-type]
+    if kind == "factor":  # the second one of experts' adapters, of gate and up
+        rank, features = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+        cut = draw(st.sampled_from([None, TensorParallelCut(0, block_sizes=(features, features))]))
+        cuts = sharded_experts(cut, by_expert=ExpertCut(1, num_blocks=rank))
+        return ParamSpec(name, (2 * features, rank * draw(st.sampled_from([3, 4, 6, 8]))), cuts, section, block)  # type: ignore[arg-type]
     cut = None
     if kind == "chunk":
         shape[dim] = draw(st.integers(1, 9))

@@ -31,7 +31,7 @@ class Case:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     tp_plan: Mapping[str, str] | None = None
     num_labels: int | None = None  # a sequence-classification head instead of a language model's
-    lora_modules: tuple[str, ...] = ()  # train adapters of these layers over frozen weights
+    lora_modules: tuple[str, ...] = ()  # train adapters of these layers (or "experts.…") over frozen weights
     num_micro_batches: int = 1
     checkpointing: bool = False
     dtype: torch.dtype = torch.float32
@@ -61,13 +61,16 @@ class Case:
 
 
 def with_lora(model: nn.Module, modules: tuple[str, ...]) -> nn.Module:
-    """Return the model with random adapters around these modules; without modules, the model itself."""
+    """Return the model with PEFT's random adapters of these modules and experts; without any, the model itself."""
     if not modules:
         return model
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    return get_peft_model(model, LoraConfig(r=4, target_modules=list(modules), init_lora_weights=False))
+    experts = [name for name in modules if name.startswith("experts.")]
+    layers = [name for name in modules if name not in experts]
+    config = LoraConfig(r=4, target_modules=layers, target_parameters=experts, init_lora_weights=False)
+    return get_peft_model(model, config)
 
 
 def local_part(full: Tensor, model_layout: ModelLayout, name: str, rank: int) -> Tensor:
@@ -101,6 +104,10 @@ class Pair:
     def __init__(self, case: Any, meshes: MeshRegistry, tp_plan: Mapping[str, str] | None = None) -> None:
         self.case, self.meshes, self.rank = case, meshes, dist.get_rank()
         self.whole, self.model = case.build(), case.build()
+        if any(name.startswith("experts.") for name in case.lora_modules):
+            from lightning_realloc.runtime.model.adapted_experts import add_factors
+
+            add_factors(self.model)  # the whole model runs as PEFT does
         self.layout = Layout.parse(case.layout)
         self.model_layout = ModelLayout(describe_model(self.model, tp_plan=tp_plan), self.layout)
         self.ties = len(list(self.model.named_parameters(remove_duplicate=False)))

@@ -24,9 +24,16 @@ from lightning_realloc.runtime.model.adapter_layers import (
     FILE_PREFIX,
     adapted_layers,
     head_names,
+    inject_adapters,
     saved_names,
     trained_copies,
     use_trained_copies,
+)
+from lightning_realloc.runtime.model.stacked_experts import (
+    is_router,
+    parameter_adapters,
+    stacked_experts,
+    undivided_experts,
 )
 from lightning_realloc.runtime.model.structure import tied_names
 
@@ -45,8 +52,10 @@ _UNDERSTOOD = frozenset({
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "use_rslora",
     "modules_to_save", "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
-    "use_dora", "lora_bias",
+    "use_dora", "lora_bias", "target_parameters",
 })  # fmt: skip
+_NUM_EXPERT_DIMS = 3
+"""Dims of the stacked weights of experts: expert, and those of a matrix."""
 _BEGINNINGS = (True, False, "gaussian")
 """Values of ``init_lora_weights`` that leave the base unchanged."""
 
@@ -109,13 +118,13 @@ class Adapters:
             config.exclude_modules = sorted({*(config.exclude_modules or ()), *(head[:-1] for head in heads)})
         config.modules_to_save = None  # heads are trained in place, without a copy
         try:
-            peft.inject_adapter_in_model(config, model)
+            inject_adapters(config, model)
         except (TypeError, ValueError) as error:
             is_of_names = "modules" in str(error)
             way_out = f"name layers of {type(model).__name__}" if is_of_names else "correct that value of peft_config"
             raise ConfigError(f"{self.role}: peft_config is refused by PEFT: {error}; {way_out}") from error
         config.modules_to_save = [head[:-1] for head in heads] or None  # for readers of the file
-        _check_layers(model, self.role)
+        _prepare_layers(model, self.role)
         for name, parameter in model.named_parameters():
             if name.startswith(heads):
                 parameter.requires_grad_(True)
@@ -188,7 +197,7 @@ def check_trainable(model: nn.Module, role: str) -> None:
             f"load one without adapter_name, or give the model of merge_and_unload()"
         )
     _check(_import_peft(role), configs[ADAPTER], role)
-    _check_layers(model, role)
+    _prepare_layers(model, role)
 
 
 def train_adapters_alone(model: nn.Module, base_name: str | None, role: str) -> None:
@@ -241,9 +250,18 @@ def _refuse_whole(names: list[str], role: str) -> None:
         )
 
 
-def _check_layers(model: nn.Module, role: str) -> None:
+def _prepare_layers(model: nn.Module, role: str) -> None:
+    """Refuse adapters of layers that cannot have them, and let those of experts run in every layout."""
     tied = {name for names in tied_names(model).values() if len(names) > 1 for name in names}
+    of_parameters = parameter_adapters(model)
+    if of_parameters:
+        from lightning_realloc.runtime.model.adapted_experts import add_factors
+
+        _check_parameters(model, of_parameters, role)
+        add_factors(model)
     for name, layer in adapted_layers(model).items():
+        if name in of_parameters:
+            continue
         if not isinstance(layer.base_layer, nn.Linear) and type(layer.base_layer).__name__ != "Conv1D":
             raise ConfigError(
                 f"{role}: target_modules names {name}, a {type(layer.base_layer).__name__}; adapters are trained in "
@@ -253,6 +271,18 @@ def _check_layers(model: nn.Module, role: str) -> None:
             raise ConfigError(
                 f"{role}: target_modules names {name}, whose weight is also another layer's, so that adapters cannot "
                 f"be merged into it; leave it out"
+            )
+
+
+def _check_parameters(model: nn.Module, adapters: Mapping[str, Any], role: str) -> None:
+    experts = set() if undivided_experts(model) else set(stacked_experts(model).values())
+    for name, layer in adapters.items():
+        base, shape = layer.get_base_layer(), tuple(layer.get_param().shape)
+        of_experts = base in experts and len(shape) == _NUM_EXPERT_DIMS
+        if not (of_experts or is_router(base)):
+            raise ConfigError(
+                f"{role}: target_parameters names {name.removesuffix('.base_layer')}.{layer.parameter_name}, of shape "
+                f"{shape}; it is for stacked weights of experts, and for routers: name linear layers in target_modules"
             )
 
 

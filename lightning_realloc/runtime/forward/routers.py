@@ -26,6 +26,7 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.forward.token_group import TokenGroup
 from lightning_realloc.runtime.model.adapter_layers import adapted_layers
 from lightning_realloc.runtime.model.choice_biases import choice_biases
+from lightning_realloc.runtime.model.stacked_experts import is_router
 from lightning_realloc.runtime.model.structure import find_blocks
 
 _ARGUMENT = "routed_pass"
@@ -237,7 +238,7 @@ def install_routers(model: nn.Module) -> Routers | None:
 def _find_routers(model: nn.Module) -> list[tuple[nn.Module, Any]] | None:
     """Return each block with a router, and its router; None unless all are equal and one per block."""
     found: list[tuple[nn.Module, Any]] = [
-        (block, module) for _, block in find_blocks(model) for module in block.modules() if _is_router(module)
+        (block, module) for _, block in find_blocks(model) for module in block.modules() if is_router(module)
     ]
     sizes = {(router.num_experts, router.top_k) for _, router in found}
     is_known = len(sizes) == 1 and len({id(block) for block, _ in found}) == len(found)
@@ -247,13 +248,6 @@ def _find_routers(model: nn.Module) -> list[tuple[nn.Module, Any]] | None:
 def routers_of(model: nn.Module) -> Routers | None:
     """Return the sizes of routers that follow a `RoutedPass`; None if there are none."""
     return next((vars(module)["routers"] for module in model.modules() if "routers" in vars(module)), None)
-
-
-def _is_router(module: Any) -> bool:
-    """Return whether a module chooses ``top_k`` of ``num_experts`` by one weight per expert, as transformers' do."""
-    sizes = getattr(module, "num_experts", None), getattr(module, "top_k", None)
-    weight = vars(module).get("_parameters", {}).get("weight")
-    return all(isinstance(size, int) for size in sizes) and weight is not None and weight.shape[0] == sizes[0]
 
 
 def balance_weight(model: nn.Module, asked: float | None, role: str) -> float:

@@ -6,6 +6,7 @@ of the weights: merging into the weights and back would round twice.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,20 @@ _RECORDED = "_recorded_adapters_change_outputs"
 """Attribute of a copy without weights with the answer for its original."""
 _KEPT = "_kept_merged_weights"
 """Attribute of a model with the copies that `adapters_merged` keeps."""
+
+
+def inject_adapters(config: Any, model: nn.Module) -> None:
+    """Add adapters to a model, in place.
+
+    PEFT warns of ranks for parameters that it finds among no modules, and applies them. It gives such ranks to experts
+    itself, where ``target_modules`` names their layers as in models of transformers 4.
+    """
+    from peft import inject_adapter_in_model
+
+    with warnings.catch_warnings():
+        if config.target_parameters or not (config.rank_pattern or config.alpha_pattern):
+            warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
+        inject_adapter_in_model(config, model)
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -125,15 +140,16 @@ def adapters_merged(model: nn.Module, *, keeps_copies: bool = False) -> Iterator
     is_gathered = any(isinstance(module, FSDPModule) for module in model.modules())
     packed = set(quantized_layers(model).values())
     adapted = () if is_gathered else adapted_layers(model).values()
-    layers = [layer for layer in adapted if layer.base_layer not in packed]
+    layers = [layer for layer in adapted if layer.get_base_layer() not in packed]
     bases: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
     try:
         for layer in layers:
-            base = layer.base_layer
-            bases[base] = dict(base._parameters)
+            base = layer.get_base_layer()
+            own = bases.setdefault(base, dict(base._parameters))
+            only = getattr(layer, "parameter_name", None)  # of experts; several layers may be around the same ones
             # PEFT's variants, such as DoRA, replace the copies.
             copies = {} if getattr(layer, "lora_variant", None) else kept.setdefault(base, {})
-            base._parameters |= _copied(bases[base], copies)
+            base._parameters |= _copied(own if only is None else {only: own[only]}, copies)
             with torch.no_grad():
                 layer.merge()
         yield
@@ -165,9 +181,12 @@ def free_merged(model: nn.Module) -> None:
 def merge_permanently(model: nn.Module) -> nn.Module:
     """Merge a model's adapters into its weights, restore its plain layers, and return it."""
     with torch.no_grad():
-        for name, layer in adapted_layers(model).items():
+        layers = adapted_layers(model)
+        for layer in layers.values():
             layer.merge()
-            model.set_submodule(name, layer.base_layer)
+        for name, layer in layers.items():
+            if not name.endswith(".base_layer"):  # an inner one of several around the same experts
+                model.set_submodule(name, layer.get_base_layer())
     use_trained_copies(model)
     vars(model).pop("peft_config", None)
     return model

@@ -6,14 +6,19 @@ module and `experts_obstacle` depend on it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import TensorParallelCut
+from lightning_realloc.layout.cuts import ExpertCut
 from lightning_realloc.runtime.model.batching_limits import has_experts
 
+_BASE = ".base_layer"
+"""Suffix that PEFT adds to the name of a module that it wraps."""
 _ALIGNED_FEATURES = 8
 """Features that stay on one rank, if they divide the features of an expert: torch multiplies all experts of a layer at
 once if the rows of their weights begin at multiples of 16 bytes."""
@@ -24,6 +29,13 @@ OUTPUT_BIAS = "down_proj_bias"
 def stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of stacked experts by name; {} for a model without them."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "_apply_gate")}
+
+
+def is_router(module: Any) -> bool:
+    """Return whether a module chooses ``top_k`` of ``num_experts`` by one weight per expert, as transformers' do."""
+    sizes = getattr(module, "num_experts", None), getattr(module, "top_k", None)
+    weight = vars(module).get("_parameters", {}).get("weight")
+    return all(isinstance(size, int) for size in sizes) and weight is not None and weight.shape[0] == sizes[0]
 
 
 def undivided_experts(model: nn.Module) -> str | None:
@@ -40,6 +52,53 @@ def undivided_experts(model: nn.Module) -> str | None:
             if parameter.ndim == 0 or parameter.shape[0] != count:
                 return f"{name}.{inner} of shape {tuple(parameter.shape)} is not stacked by its num_experts={count}"
     return None
+
+
+def with_adapters(model: nn.Module, name: str) -> nn.Module:
+    """Return the module that runs the stacked experts called ``name``: themselves, or PEFT's layers around them."""
+    while name.endswith(_BASE):
+        name = name.removesuffix(_BASE)
+    return model.get_submodule(name)
+
+
+def parameter_adapters(model: nn.Module) -> dict[str, Any]:
+    """Return name -> layer for PEFT's adapters of single parameters (``target_parameters``), outer ones first."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "parameter_name") and isinstance(getattr(module, "base_layer", None), nn.Module)
+    }
+
+
+def expert_adapters(model: nn.Module) -> dict[str, Any]:
+    """Return name -> layer for adapters of stacked experts, outer ones first.
+
+    The first factor has ``r`` rows for each expert, one expert after the other. The second one has ``r`` blocks of
+    columns, each of which has a column for every expert.
+    """
+    experts = set(stacked_experts(model).values())
+    return {name: layer for name, layer in parameter_adapters(model).items() if layer.get_base_layer() in experts}
+
+
+def adapter_cuts(model: nn.Module) -> dict[str, ExpertCut]:
+    """Return the cuts by whole experts of the factors of their adapters, by the names of parameters."""
+    return {
+        f"{name}.{factor}.{adapter}.weight": ExpertCut() if factor == "lora_A" else ExpertCut(1, num_blocks=rank)
+        for name, layer in expert_adapters(model).items()
+        for adapter, rank in layer.r.items()
+        for factor in ("lora_A", "lora_B")
+    }
+
+
+def cut_factor(adapter: Any, cuts: Mapping[str, TensorParallelCut]) -> tuple[str, TensorParallelCut]:
+    """Return the factor of an adapter that is cut with the weight of the experts, by whose ``cuts``, and its cut.
+
+    The other factor is whole on every rank, each of which computes a part of its gradient.
+    """
+    cut = cuts[adapter.parameter_name]
+    is_transposed = adapter.get_base_layer().is_transposed
+    cuts_outputs = cut.dim == (2 if is_transposed else 1)
+    return ("lora_B", replace(cut, dim=0)) if cuts_outputs else ("lora_A", replace(cut, dim=1))
 
 
 def feature_cuts(experts: Any, name: str) -> dict[str, TensorParallelCut]:

@@ -14,10 +14,11 @@ from torch import nn
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import ModelSpec, ParamSpec, sharded, sharded_experts
+from lightning_realloc.layout.cuts import ExpertCut
 from lightning_realloc.layout.model import Section
 from lightning_realloc.limits import EXPERT_COUNT_KEYS
 from lightning_realloc.runtime.model.quantized import quantized_layers
-from lightning_realloc.runtime.model.stacked_experts import stacked_experts, undivided_experts
+from lightning_realloc.runtime.model.stacked_experts import adapter_cuts, stacked_experts, undivided_experts
 from lightning_realloc.runtime.model.structure import find_blocks, tied_names
 from lightning_realloc.runtime.parallel.tp_check import find_mixed_features
 from lightning_realloc.runtime.parallel.tp_plan import count_heads, read_tp_plan
@@ -51,13 +52,15 @@ def describe_model(
     blocks = [name for name, _ in find_blocks(model)]
     places, undivided = _places(model, blocks), undivided_experts(model)
     experts = stacked_experts(model) if undivided is None else {}
-    stacked = {f"{name}.{inner}" for name, module in experts.items() for inner, _ in module.named_parameters()}
+    stacked = {f"{name}.{inner}": ExpertCut() for name, one in experts.items() for inner, _ in one.named_parameters()}
+    stacked |= adapter_cuts(model) if experts else {}
     params = []
     for name, names in owners.items():
         section, block = places[name]
         if section == "input" and {places[tied][0] for tied in names[1:]} == {"output"}:
             section = "ends"
-        cuts = (sharded_experts if name in stacked else sharded)(plan.cuts.get(name))
+        cut, by_expert = plan.cuts.get(name), stacked.get(name)
+        cuts = sharded(cut) if by_expert is None else sharded_experts(cut, by_expert=by_expert)
         params.append(ParamSpec(name, tuple(model.get_parameter(name).shape), cuts, section, block))
     aliases = tuple((name, owner) for owner, names in owners.items() for name in names[1:])
     costs = _costs(model, blocks, places)

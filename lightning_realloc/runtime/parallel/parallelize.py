@@ -20,7 +20,7 @@ from lightning_realloc.runtime.forward.attention.packed_attention import install
 from lightning_realloc.runtime.forward.expert_parallel import divide_experts
 from lightning_realloc.runtime.forward.peer_group import PeerGroup
 from lightning_realloc.runtime.forward.token_group import TokenGroup
-from lightning_realloc.runtime.model.stacked_experts import stacked_experts
+from lightning_realloc.runtime.model.stacked_experts import expert_adapters, stacked_experts, with_adapters
 from lightning_realloc.runtime.model.structure import find_blocks, transformers_model
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.stage import cut_stage
@@ -79,7 +79,7 @@ def _wrap(model: nn.Module, layout: Layout, meshes: MeshRegistry, policy: MixedP
         if not any(True for _ in block.parameters()):  # a placeholder for another stage's block
             continue
         if layout.dims.ep > 1:
-            for experts in stacked_experts(block).values():
+            for experts in {with_adapters(block, name) for name in stacked_experts(block)}:
                 # The router's weights keep their dtype, as inside of a block that casts its own inputs alone.
                 own = replace(policy, cast_forward_inputs=False)
                 fully_shard(experts, mesh=meshes.expert_mesh(layout), mp_policy=own)
@@ -124,6 +124,8 @@ def _expert_parallelize(model: nn.Module, layout: Layout, meshes: MeshRegistry) 
     peers = PeerGroup(group, layout.group(meshes.rank, *layout.expert_axes), meshes.rank)
     for experts in stacked_experts(model).values():
         divide_experts(experts, peers)
+    for adapter in expert_adapters(model).values():
+        adapter.num_experts //= peers.size
     return True
 
 

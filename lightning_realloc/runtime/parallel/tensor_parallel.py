@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from lightning_realloc.runtime.forward.tp_group import (
     sum_gradient_over,
 )
 from lightning_realloc.runtime.forward.vocab_parallel_logits import VocabParallelLogits
-from lightning_realloc.runtime.model.stacked_experts import OUTPUT_BIAS
+from lightning_realloc.runtime.model.stacked_experts import OUTPUT_BIAS, expert_adapters
 from lightning_realloc.runtime.model.structure import combined_class, find_blocks, replace_parameter, tied_names
 from lightning_realloc.runtime.parallel.tp_plan import (
     EXPERTS,
@@ -96,6 +96,8 @@ def install_tensor_parallel(
     for name, style in plan.styles.items():
         if style != REPLICATE:
             _convert(model.get_submodule(name), name, style, plan, tensor_parallel)
+    for name, adapter in expert_adapters(model).items():
+        _cut_adapter(adapter, name, plan, tensor_parallel)
     for name, heads in plan.attention.items():
         _divide_heads(model.get_submodule(name), heads, tensor_parallel)
     _set_generate_degree(model, plan, tensor_parallel.size)
@@ -246,6 +248,19 @@ class _FeatureCutExperts(_TensorParallelModule):
         return sum_from_ranks(partial, self.tp_group)
 
 
+class _FeatureCutAdapter(_TensorParallelModule):
+    """Adapter of experts that hold a slice of features, as one of its factors does; the other factor is whole."""
+
+    whole_factor: str
+    """The factor of which each rank's features give a part of the gradient: "lora_A" or "lora_B"."""
+
+    def get_delta_factors(self, adapter_name: str) -> Any:
+        """Return PEFT's factors, the whole one with a gradient that is summed over the ranks."""
+        factor: nn.Module = getattr(self, self.whole_factor)[adapter_name]
+        with _gradients_summed(factor, self.tp_group, 0, self.tp_group.size):
+            return cast(Any, super()).get_delta_factors(adapter_name)
+
+
 _CLASS_BY_STYLE: dict[str, type[_TensorParallelModule]] = {
     "colwise": _ColwiseLinear,
     "packed_colwise": _ColwiseLinear,
@@ -304,6 +319,14 @@ def _convert(module: nn.Module, name: str, style: str, plan: TensorParallelPlan,
             module.padding_idx = local if 0 <= local < length else None
     module.__class__ = combined_class(base, type(module))
     vars(module)["tp_group"] = group
+
+
+def _cut_adapter(adapter: Any, name: str, plan: TensorParallelPlan, group: TensorParallelGroup) -> None:
+    """Let an adapter of experts work on a slice of their features, if the plan cuts them."""
+    for cut, whole in (("lora_A", "lora_B"), ("lora_B", "lora_A")):
+        if any(f"{name}.{cut}.{one}.weight" in plan.cuts for one in adapter.r):
+            adapter.__class__ = combined_class(_FeatureCutAdapter, type(adapter))
+            vars(adapter).update(tp_group=group, whole_factor=whole)
 
 
 def _is_uneven(layer: nn.Module, cut: TensorParallelCut, layout: Layout) -> bool:

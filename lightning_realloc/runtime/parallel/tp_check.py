@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from lightning_realloc.layout import TensorParallelCut
 from lightning_realloc.runtime.model.dry_run import ForwardFailed, Placeholder, dry_run
+from lightning_realloc.runtime.model.stacked_experts import parameter_adapters
 from lightning_realloc.runtime.model.structure import copy_without_weights, find_blocks, replace_parameter, tied_names
 from lightning_realloc.runtime.parallel.tp_plan import ROWWISE, TensorParallelPlan
 
@@ -89,6 +90,8 @@ def _prepare_for_cpu(copy: nn.Module) -> None:
 
     All rows of a weight are one row in memory: a layer's experts may have gigabytes.
     """
+    for adapter in parameter_adapters(copy).values():  # their factors have no values, and are cut as experts are
+        adapter._disable_adapters = True
     generator = torch.Generator().manual_seed(0)
     for owner, names in tied_names(copy).items():
         parent = copy.get_submodule(owner.rpartition(".")[0])

@@ -18,7 +18,7 @@ from torch import nn
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import TensorParallelCut, group_bounds, head_bounds
 from lightning_realloc.runtime.model.quantized import quantized_layers
-from lightning_realloc.runtime.model.stacked_experts import feature_cuts, stacked_experts
+from lightning_realloc.runtime.model.stacked_experts import cut_factor, expert_adapters, feature_cuts, stacked_experts
 from lightning_realloc.runtime.model.structure import find_blocks, tied_names
 
 COLWISE = ("colwise", "colwise_gather_output", "packed_colwise")
@@ -140,7 +140,9 @@ def _known_names(model: nn.Module) -> set[str]:
 @functools.lru_cache(maxsize=1 << 16)  # every role looks up each name of its model several times
 def _spellings(name: str) -> tuple[str, ...]:
     """Return a plan's possible keys for a module: its name with and without PEFT's additions, and with wildcards."""
-    before_peft = name.removeprefix(_PEFT_PREFIX).removesuffix(_PEFT_SUFFIX)
+    before_peft = name.removeprefix(_PEFT_PREFIX)
+    while before_peft.endswith(_PEFT_SUFFIX):  # several layers around the same experts
+        before_peft = before_peft.removesuffix(_PEFT_SUFFIX)
     return name, with_wildcards(name), before_peft, with_wildcards(before_peft)
 
 
@@ -199,7 +201,7 @@ def _plan_for(model: nn.Module, styles: dict[str, str]) -> TensorParallelPlan:
     for name, style in styles.items():
         module = model.get_submodule(name)
         if style == EXPERTS:
-            cuts |= {f"{name}.{inner}": cut for inner, cut in feature_cuts(module, name).items()}
+            cuts |= _cuts_of_experts(model, name)
             continue
         _check_module(module, name, style)
         heads = None
@@ -216,6 +218,18 @@ def _plan_for(model: nn.Module, styles: dict[str, str]) -> TensorParallelPlan:
     _check_tied_cuts(model, cuts)
     _check_between_cuts(model, styles, cuts)
     return TensorParallelPlan(styles, cuts, attention)
+
+
+def _cuts_of_experts(model: nn.Module, name: str) -> dict[str, TensorParallelCut]:
+    """Return the cuts of stacked experts and of their adapters, by the names of parameters."""
+    experts = model.get_submodule(name)
+    own = feature_cuts(experts, name)
+    cuts = {f"{name}.{inner}": cut for inner, cut in own.items()}
+    for layer_name, layer in expert_adapters(model).items():
+        if layer.get_base_layer() is experts:
+            factor, cut = cut_factor(layer, own)
+            cuts |= {f"{layer_name}.{factor}.{adapter}.weight": cut for adapter in layer.r}
+    return cuts
 
 
 def _check_module(module: nn.Module, name: str, style: str) -> None:
@@ -350,7 +364,8 @@ def _check_between_cuts(model: nn.Module, styles: Mapping[str, str], cuts: Mappi
     repeated = {name for name, _ in find_blocks(model)}
     cut_names = [name for name, style in styles.items() if style in ("colwise", "packed_colwise")]
     divided = {name.removesuffix(_PEFT_SUFFIX).rpartition(".")[0] for name in cut_names}
-    divided |= {name.removesuffix(_PEFT_SUFFIX) for name in styles if name.endswith(_PEFT_SUFFIX)}
+    adapted = [name for name, style in styles.items() if name.endswith(_PEFT_SUFFIX) and style != EXPERTS]
+    divided |= {name.removesuffix(_PEFT_SUFFIX) for name in adapted}
     divided = {name for name in divided - repeated if not any(block.startswith(f"{name}.") for block in repeated)}
     for name, parameter in model.named_parameters():
         module = name.rpartition(".")[0]

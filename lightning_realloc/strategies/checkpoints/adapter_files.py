@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.output_files import added_files
 from lightning_realloc.remote_path import require_files
-from lightning_realloc.runtime.model.adapter_layers import FILE_PREFIX, merge_permanently, saved_names
+from lightning_realloc.runtime.model.adapter_layers import FILE_PREFIX, inject_adapters, merge_permanently, saved_names
 from lightning_realloc.runtime.model.hub_kernels import refuse_kernels
 from lightning_realloc.runtime.model.quantized import quantized_layers
 from lightning_realloc.strategies.checkpoints.checkpoint_files import name_read_errors
@@ -127,12 +127,10 @@ def _with_adapters(model_class: type[PreTrainedModel], description: Path) -> Pre
     """Return the model with adapters, on the meta device."""
     config: Any = _adapter_config(description)
     config.modules_to_save, config.inference_mode = None, False
-    from peft import inject_adapter_in_model
-
     model_config = read_config(model_class, description)
     with torch.device("meta"):
         model = model_class(model_config)
-        inject_adapter_in_model(config, model)
+        inject_adapters(config, model)
     return model
 
 
@@ -173,6 +171,5 @@ def _base_weights(
         )
     named = model.named_parameters(remove_duplicate=False)
     plain = {name: parameter.detach() for name, parameter in named if name not in found["missing_keys"]}
-    return {
-        name: plain[name.replace(".base_layer.", ".")] for name in needed if name.replace(".base_layer.", ".") in plain
-    }
+    bare = {name: ".".join(part for part in name.split(".") if part != "base_layer") for name in needed}
+    return {name: plain[own] for name, own in bare.items() if own in plain}

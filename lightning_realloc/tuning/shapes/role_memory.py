@@ -54,4 +54,5 @@ def sharers_of(roles: Mapping[str, RoleMemory]) -> dict[str, str]:
 
 def is_adapted(param: ParamSpec) -> bool:
     """Return whether a weight has adapters, so that generation makes a merged copy of it."""
-    return param.name.endswith(".base_layer.weight")
+    module, _, own = param.name.rpartition(".")
+    return module.endswith(".base_layer") and (own == "weight" or len(param.shape) > 2)  # of experts

@@ -33,6 +33,7 @@ LAYOUTS = {
 }  # fmt: skip
 """Layouts of eight ranks along every axis, for a mixture of experts and for a dense model."""
 
+ADAPTED = ("q_proj", "experts.gate_up_proj", "experts.down_proj")
 EAGER = {"experts_implementation": "eager"}
 
 
@@ -56,6 +57,7 @@ class OneSided(Case):
         Case("qwen3_moe", "dp2.fsdp2.ep4"),
         Case("deepseek_v3", "fsdp4.ep2@3,1,2,0"),
         OneSided("mixtral", "fsdp2.tp2.ep2"),
+        Case("gpt_oss", "fsdp2.tp2.ep2@2,3,0,1", lora_modules=ADAPTED),
         Case("gpt_oss", "tp3@3,1,0", {"intermediate_size": 56}),  # biases of outputs; 24, 16 and 16 features
     ],
     [
@@ -69,6 +71,9 @@ class OneSided(Case):
         Case("mixtral", "tp2", {"intermediate_size": 50, **EAGER}),
         Case("mixtral", "tp2", lora_modules=("q_proj", "o_proj")),
         Case("mixtral", "tp2", num_labels=1),
+        *(Case("mixtral", layout, lora_modules=ADAPTED)
+          for layout in ("fsdp2", "fsdp4.ep4", "dp2.ep2", "dp4.ep4", "tp2", "dp2.tp2.ep2")),
+        Case("deepseek_v3", "fsdp4.ep2", lora_modules=ADAPTED[1:2], checkpointing=True),
         Case("mixtral", "fsdp2.ep2", overrides=EAGER),
         Case("mixtral", "fsdp2.ep2", overrides={"experts_implementation": "batched_mm"}),
         OneSided("mixtral", "fsdp2.ep2", overrides=EAGER, checkpointing=True),
