@@ -234,7 +234,8 @@ def too_long_for(call: str, max_tokens: int, longest: int, *, item_name: str = "
     return (
         f"a {item_name} must fit one micro-batch of {call}; one has {longest} tokens, and micro_batch_tokens="
         f"{max_tokens}: raise it to at least {longest} where it is set, in the plan's entry of {call} or in "
-        f"TrainOptions, or shorten prompts and responses"
+        f"TrainOptions, or shorten prompts and responses; where that takes too much memory, divide rows over ranks by "
+        f"cp in the layout"
     )
 
 

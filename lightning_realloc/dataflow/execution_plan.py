@@ -283,7 +283,8 @@ class ExecutionPlan:
             if axis is not None and call.kind == "generate":
                 raise PlanError(
                     f"calls.{name}: layout {plan.layout} has {axis}={plan.layout.count(axis)}, and generation runs one "
-                    f"token of a row at a time; train and infer with {axis}, generate with tp, dp, fsdp or pp"
+                    f"token of a row at a time; train and infer with {axis}, generate with dp (or with tp, which also "
+                    f"divides long prompts and their keys), fsdp or pp"
                 )
             if call.partners:
                 _check_asked(name, plan.layout)

@@ -10,7 +10,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, NamedTuple
 
 from lightning_realloc.errors import LayoutError
@@ -274,6 +274,22 @@ class Layout:
     def axis_without_generation(self) -> str | None:
         """First axis of several ranks along which no call can generate; None if there is none."""
         return next((axis for axis in self.token_axes if self.count(axis) > 1), None)
+
+    @property
+    def row_divisions(self) -> tuple[Layout, ...]:
+        """Layouts in which more of these ranks divide rows instead of samples, first of ``dp``, then of ``fsdp``.
+
+        >>> [str(other.dims) for other in Layout.parse("dp2.fsdp2").row_divisions]
+        ['fsdp2.cp2', 'cp4']
+        """
+        dims, found = self.dims, []
+        for factor in range(2, dims.dp * dims.fsdp + 1):
+            dp = dims.dp // math.gcd(dims.dp, factor)
+            fsdp, rest = divmod(dims.dp * dims.fsdp, factor * dp)
+            degrees = replace(dims, ep=1, dp=dp, fsdp=max(1, fsdp), cp=factor * dims.cp)
+            if rest == 0 and (dims.ep == 1 or dims.ep in degrees.expert_degrees):
+                found.append(Layout(replace(degrees, ep=dims.ep), self.ranks))
+        return tuple(found)
 
     @property
     def data_parallel_size(self) -> int:

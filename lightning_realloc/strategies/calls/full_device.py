@@ -84,10 +84,12 @@ def full_device(
     call: ModelFunctionCall, layout: Layout, error: BaseException, engines: EnginePool, detail: str = ""
 ) -> DeviceFull:
     """Return the error for a call that cannot go on, with the ways out."""
+    others = [str(other.dims) for other in layout.row_divisions] if call.kind != "generate" else []
+    dividing = f"divide rows over its ranks ({', '.join(others)}), " if others else ""
     freeing = "set GenerationOptions(free_cache=True), " if engines.keeps_caches else ""
     return DeviceFull(
-        f"{call.name} in layout {layout} ran out of memory{detail}: {freeing}{WAYS_OUT[call.kind]}, offload other "
-        f"roles in the plan, or cut the weights over more ranks ({str(error).splitlines()[0]})"
+        f"{call.name} in layout {layout} ran out of memory{detail}: {freeing}{WAYS_OUT[call.kind]}, {dividing}"
+        f"offload other roles in the plan, or cut the weights over more ranks ({str(error).splitlines()[0]})"
     )
 
 

@@ -86,6 +86,7 @@ def _other_call_plans(call: ModelFunctionCall, plan: CallPlan) -> Iterator[CallP
         yield replace(plan, max_slots=max(1, plan.max_slots // 4))
     else:
         yield replace(plan, micro_batch_tokens=max(1, (plan.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS) // 4))
+        yield from (replace(plan, layout=layout) for layout in plan.layout.row_divisions)
     dims = plan.layout.dims
     if dims.dp > 1:
         yield replace(plan, layout=Layout(replace(dims, dp=1, fsdp=dims.fsdp * dims.dp), plan.layout.ranks))

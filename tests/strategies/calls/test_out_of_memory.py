@@ -78,6 +78,7 @@ def test_several_ranks_end_with_the_way_out(workers: WorkerPool) -> None:
     for told in workers.run(fit_on_two, world_size=2, init_process_group=False):
         assert "actor.train in layout" in told
         assert "lower micro_batch_tokens of the call in the plan or in TrainOptions" in told
+        assert "divide rows over its ranks (cp2), " in told
         assert told.endswith("(CUDA out of memory. Tried to allocate 2.00 GiB.)")
 
 
