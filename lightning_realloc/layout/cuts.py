@@ -8,6 +8,8 @@ rank always holds the most. CONTRIBUTING.md lists what a further kind concerns.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -308,3 +310,18 @@ def head_bounds(num_heads: int, num_groups: int, tp: int, index: int) -> Interva
         return first * size, last * size
     start, stop = share_bounds(size, len(ranks), index - ranks.start)
     return first * size + start, first * size + stop
+
+
+def num_head_shares(heads: Collection[tuple[int, int]], cp: int, tp: int) -> int:
+    """Return how many of ``cp`` ranks divide the query heads of each of ``tp`` ranks; 1 if no heads are known.
+
+    The others divide the queries of each row, and read the keys of the whole row.
+
+    Args:
+        heads: Numbers of query and key-value heads of the layers.
+
+    >>> num_head_shares([(14, 2)], cp=4, tp=1), num_head_shares([(14, 2)], cp=4, tp=4)
+    (2, 1)
+    """
+    bounds = [head_bounds(*one, tp, index) for one in heads for index in range(tp)]
+    return math.gcd(cp, *(stop - start for start, stop in bounds)) if bounds else 1

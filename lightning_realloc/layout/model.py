@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Literal, get_args
 
 from lightning_realloc.errors import LayoutError
-from lightning_realloc.layout.cuts import Cut, ExpertCut, FsdpCut, TensorParallelCut, head_bounds
+from lightning_realloc.layout.cuts import Cut, ExpertCut, FsdpCut, TensorParallelCut
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.sharding import LocalShard, Piece, local_shard
 
@@ -144,11 +144,9 @@ class ModelSpec:
         """Return the ep degrees up to ``limit`` that the experts of every layer allow."""
         return (1,) if self.ep_refusal is not None else self.allowed_counts(ExpertCut.axes, limit)
 
-    def context_parallel_degrees(self, tp: int) -> tuple[int, ...]:
-        """Return the cp degrees that divide the query heads of each of ``tp`` ranks, or 1 if no heads are known."""
-        bounds = [head_bounds(*heads, tp, index) for heads in self.attention_heads for index in range(tp)]
-        most = math.gcd(*(stop - start for start, stop in bounds))
-        return tuple(cp for cp in range(1, max(1, most) + 1) if most % cp == 0)
+    def context_parallel_degrees(self, limit: int) -> tuple[int, ...]:
+        """Return the cp degrees up to ``limit``: all, or 1 if no heads are known, as of models without attention."""
+        return tuple(range(1, (limit if self.attention_heads else 1) + 1))
 
     def allowed_counts(self, axes: tuple[str, ...], limit: int) -> tuple[int, ...]:
         """Return the numbers of ranks along ``axes``, up to ``limit``, that can divide every parameter they cut."""
@@ -178,7 +176,6 @@ class ModelLayout:
             raise LayoutError(f"tp={tp} is impossible for this model: {self.model.tp_refusal}; use tp=1")
         self._check_experts()
         self._check_cuts()
-        self._check_tokens(tp)
         self._check_pipeline()
         runs = self.model.stage_blocks(self.layout.dims.pp)
         object.__setattr__(self, "_first_blocks", tuple(run.start for run in runs))
@@ -279,17 +276,6 @@ class ModelLayout:
         if dims.ep not in possible:
             legal = tuple(degree for degree in dims.expert_degrees if degree in possible)
             raise LayoutError(f"ep={dims.ep} must divide the number of experts of every layer; use ep in {legal}")
-
-    def _check_tokens(self, tp: int) -> None:
-        cp = self.layout.count(*Layout.token_axes)
-        if cp == 1 or not self.model.attention_heads:
-            return
-        degrees = self.model.context_parallel_degrees(tp)
-        if cp not in degrees:
-            raise LayoutError(
-                f"cp={cp} must divide the query heads of every tensor-parallel rank (query and key-value heads "
-                f"{', '.join(map(str, self.model.attention_heads))}, tp={tp}); use cp in {degrees}"
-            )
 
     def _check_pipeline(self) -> None:
         pp = self.layout.dims.pp

@@ -23,7 +23,7 @@ from lightning_realloc.batch.balance_loss import BalanceLoss
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.runtime.forward.token_group import TokenGroup
+from lightning_realloc.runtime.forward.token_group import RowDivision
 from lightning_realloc.runtime.model.adapter_layers import adapted_layers
 from lightning_realloc.runtime.model.choice_biases import choice_biases
 from lightning_realloc.runtime.model.stacked_experts import is_router
@@ -303,13 +303,13 @@ def balance_loss_of(model: nn.Module, device: torch.device) -> BalanceLoss:
     return BalanceLoss(routers.num_experts, routers.num_chosen, device)
 
 
-def routing_arguments(model: nn.Module, packed: PackedBatch, tokens: TokenGroup | None) -> dict[str, RoutedPass]:
+def routing_arguments(model: nn.Module, packed: PackedBatch, division: RowDivision | None) -> dict[str, RoutedPass]:
     """Return the keyword arguments by which a model's routers follow a pack; none if there is nothing to do."""
     routers, experts, loads, loss = routers_of(model), packed.experts, packed.expert_loads, packed.balance_loss
     is_balanced = loads is not None or loss is not None
     if routers is None or (packed.expert_counts is None and experts is None and not is_balanced):
         return {}
-    cut: Callable[[Tensor], Tensor] = (lambda row: row) if tokens is None else tokens.cut
+    cut: Callable[[Tensor], Tensor] = (lambda row: row) if division is None else division.cut
     return RoutedPass(
         routers,
         replayed=None if experts is None else cut(experts),

@@ -19,7 +19,7 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.limits import is_tiled
 from lightning_realloc.runtime.forward.attention.packed_attention import packed_attention
 from lightning_realloc.runtime.forward.tiled_logits import deferred_head, select_rows
-from lightning_realloc.runtime.forward.token_group import join_slices, sum_values, token_group
+from lightning_realloc.runtime.forward.token_group import row_division, sum_values, token_group
 from lightning_realloc.runtime.forward.token_logprobs import TokenStatistics, collision_logprobs, selected_logprobs
 from lightning_realloc.runtime.model.structure import transformers_model
 from lightning_realloc.runtime.parallel.tensor_parallel import num_vocabulary_shards, vocab_parallel_output
@@ -96,9 +96,9 @@ def token_logprobs(
 
 def own_targets(model: nn.Module, packed: PackedBatch, targets: Tensor) -> Tensor:
     """Return the (K,) positions ``targets`` of tokens, without those that other context-parallel ranks predict."""
-    tokens = token_group(transformers_model(model))
+    division = row_division(transformers_model(model), packed)
     # A rank waits here for its device once per pack: only there is it known how many tokens the rank predicts.
-    return targets if tokens is None else targets[tokens.own(packed.predecessors[targets], packed.num_tokens)]
+    return targets if division is None else targets[division.own(packed.predecessors[targets])]
 
 
 def scatter_values(model: nn.Module, packed: PackedBatch, targets: Tensor, values: Tensor) -> Tensor:
@@ -110,8 +110,8 @@ def scatter_values(model: nn.Module, packed: PackedBatch, targets: Tensor, value
 
 def _joined(model: nn.Module, values: Tensor, packed: PackedBatch) -> Tensor:
     """Return the (N, ...) values of all tokens from the (n, ...) of those that this rank runs."""
-    tokens = token_group(transformers_model(model))
-    return values if tokens is None else join_slices(values, tokens, packed.num_tokens)
+    division = row_division(transformers_model(model), packed)
+    return values if division is None else division.join(values)
 
 
 def predicting_logits(model: nn.Module, packed: PackedBatch, targets: Tensor) -> Tensor:
@@ -122,9 +122,8 @@ def predicting_logits(model: nn.Module, packed: PackedBatch, targets: Tensor) ->
     `VocabParallelLogits`.
     """
     hf_model, places = transformers_model(model), packed.predecessors[targets]
-    tokens = token_group(hf_model)
-    if tokens is not None:
-        places = tokens.local(places, packed.num_tokens)
+    if (division := row_division(hf_model, packed)) is not None:
+        places = division.local(places)
     head: nn.Module | None = hf_model.get_output_embeddings()
     with packed_attention(model, packed) as inputs, _memory_saving_head(head, len(places)):
         if _keeps_logits(hf_model):

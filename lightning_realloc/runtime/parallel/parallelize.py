@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import Layout, ModelLayout
+from lightning_realloc.layout.cuts import num_head_shares
 from lightning_realloc.runtime.forward.attention.packed_attention import install_packed_attention
 from lightning_realloc.runtime.forward.expert_parallel import divide_experts
 from lightning_realloc.runtime.forward.peer_group import PeerGroup
@@ -62,7 +63,7 @@ def parallelize(
             "pass None and run the model under torch.autocast"
         )
     is_cut = divide_modules(model, layout, meshes, tp_plan=tp_plan)
-    context_parallelize(model, layout, meshes)
+    context_parallelize(model, model_layout, meshes)
     if layout.dims.pp > 1:
         cut_stage(model, model_layout, meshes.rank)
     if is_cut:
@@ -129,11 +130,14 @@ def _expert_parallelize(model: nn.Module, layout: Layout, meshes: MeshRegistry) 
     return True
 
 
-def context_parallelize(model: nn.Module, layout: Layout, meshes: MeshRegistry) -> None:
+def context_parallelize(model: nn.Module, model_layout: ModelLayout, meshes: MeshRegistry) -> None:
     """Make forwards of packs run on this rank's tokens of every row, unless the layout has cp=1."""
+    layout, dims = model_layout.layout, model_layout.layout.dims
     group = meshes.token_group(layout)
     if group is not None:
-        divide_tokens(model, TokenGroup(group, layout.group(meshes.rank, *layout.token_axes), meshes.rank))
+        ranks = layout.group(meshes.rank, *layout.token_axes)
+        head_shares = num_head_shares(model_layout.model.attention_heads, dims.cp, dims.tp)
+        divide_tokens(model, TokenGroup(group, ranks, meshes.rank, head_shares=head_shares))
 
 
 def divide_tokens(model: nn.Module, tokens: TokenGroup) -> None:

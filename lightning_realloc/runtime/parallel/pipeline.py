@@ -27,7 +27,7 @@ from lightning_realloc.errors import LayoutError, PlanError
 from lightning_realloc.layout import ModelLayout
 from lightning_realloc.runtime.forward.attention.packed_attention import packed_attention
 from lightning_realloc.runtime.forward.deferred_weights import DeferredWeights
-from lightning_realloc.runtime.forward.token_group import token_group
+from lightning_realloc.runtime.forward.token_group import row_division
 from lightning_realloc.runtime.messages.objects import broadcast_object
 from lightning_realloc.runtime.model.structure import transformers_model
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
@@ -98,8 +98,8 @@ class PipelineStage:
 
     def shape(self, batch: PackedBatch) -> tuple[int, ...]:
         """Return the shape of a micro-batch's hidden states, (1, N, D), or of this rank's slice of them."""
-        tokens = token_group(transformers_model(self.model))
-        return (1, batch.num_tokens if tokens is None else tokens.slice_length(batch.num_tokens), self.io.width)
+        division = row_division(transformers_model(self.model), batch)
+        return (1, batch.num_tokens if division is None else division.slice_length, self.io.width)
 
     def run_blocks(self, batch: PackedBatch, received: Tensor | None) -> Tensor:
         """Run a micro-batch through a stage before the last; return the (1, N, D) hidden states after its blocks."""

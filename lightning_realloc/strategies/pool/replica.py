@@ -137,7 +137,7 @@ def prepare_copy(
         allocate_weights(model, options.facts.device)
         return model
     divide_modules(model, target.layout, meshes, tp_plan=tp_plan)
-    context_parallelize(model, target.layout, meshes)
+    context_parallelize(model, target, meshes)
     if target.layout.dims.pp > 1:
         cut_stage(model, target, options.facts.rank)
     move_buffers(model, options.facts.device)

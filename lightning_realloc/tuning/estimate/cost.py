@@ -308,13 +308,17 @@ class CallCost:
         """Return the time of a block's two all-reduces of hidden states, and of one for shared experts.
 
         Its backward pass has as many.
-        Context-parallel ranks exchange queries, keys, values and outputs of attention. Expert-parallel ranks exchange
+        Context-parallel ranks that divide heads exchange queries and outputs of attention, and all exchange keys and
+        values. Expert-parallel ranks exchange
         the hidden state of each expert of a token, and its output.
         """
         shape, element, tp = self.kernels.shape, self.kernels.element_bytes, self.place.tp
-        moved = 2 * tokens * (shape.queries(tp.size) + shape.keys(tp.size)) * element
+        cp, rows = self.place.cp, shape.row_shares(self.dims)
+        by_head = Group(cp.size // rows, -(-cp.nodes // rows))
         hidden = tokens * shape.hidden * element
-        seconds = 2 * self.links.all_reduce(hidden, tp) + self.links.all_to_all(moved, self.place.cp)
+        seconds = 2 * self.links.all_reduce(hidden, tp)
+        seconds += self.links.all_to_all(2 * tokens * shape.queries(tp.size) * element, by_head)
+        seconds += self.links.all_to_all(2 * tokens * rows * shape.keys(tp.size) * element, cp)
         if shape.experts is None:
             return seconds
         routed = 2 * self.links.all_to_all(shape.experts.per_token * hidden, self.place.ep)

@@ -124,11 +124,10 @@ class CallMemory:
 
     def _working(self, tokens: int) -> int:
         shape = self.role.shape
-        return (
-            0
-            if shape is None
-            else tokens * shape.working_elements(self._tp, self.sizes.dims.ep) * self.activation_bytes
-        )
+        if shape is None:
+            return 0
+        working = tokens * shape.working_elements(self._tp, self.sizes.dims.ep) * self.activation_bytes
+        return working + self._read_keys(tokens)
 
     def _exchanged(self, tokens: int) -> int:
         """Return the bytes of all-reduces that CPU ranks do by gathering; the previous message is still held."""
@@ -138,12 +137,27 @@ class CallMemory:
 
     def _backward(self, tokens: int) -> int:
         shape = self.role.shape
-        return 0 if shape is None else tokens * shape.backward_elements(self._tp) * self.activation_bytes
+        if shape is None:
+            return 0
+        return tokens * shape.backward_elements(self._tp) * self.activation_bytes + self._read_keys(tokens)
 
     def _saved(self, tokens: int) -> int:
         """Return the bytes that one block keeps for its backward pass."""
         shape = self.role.shape
-        return 0 if shape is None else tokens * shape.saved_bytes(self._tp, self.activation_bytes)
+        if shape is None:
+            return 0
+        return tokens * shape.saved_bytes(self._tp, self.activation_bytes) + self._read_keys(tokens)
+
+    def _read_keys(self, tokens: int) -> int:
+        """Return the bytes of other tokens' keys and values that a block reads where ranks divide queries of rows.
+
+        Ranks that divide heads hold as many keys of others as they gave away. In a zigzag, tokens before a rank's first
+        run are read twice: half a share more.
+        """
+        shape, dims = self.role.shape, self.plan.layout.dims
+        if shape is None or self.kind == "generate" or (rows := shape.row_shares(dims)) == 1:
+            return 0
+        return tokens * (2 * rows - 1) * shape.keys(dims.tp) * self.activation_bytes
 
     @property
     def _columns(self) -> int:

@@ -230,7 +230,7 @@ class _Candidates:
         """Return the layout over all ranks with the largest degrees up to ``tp`` and ``cp`` that are possible."""
         model = self._task.roles[self._sharers.get(str(call.role), str(call.role))].model
         degree = max(one for one in model.tensor_parallel_degrees(tp) if tp % one == 0)
-        possible = (1,) if call.kind == "generate" else model.context_parallel_degrees(degree)
+        possible = (1,) if call.kind == "generate" else model.context_parallel_degrees(cp)
         slices = max(one for one in possible if cp % one == 0)
         fsdp = len(self._ranks) // (degree * slices)
         return Layout(ParallelDims(fsdp=fsdp, cp=slices, tp=degree), self._ranks)

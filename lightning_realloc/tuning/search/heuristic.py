@@ -120,7 +120,7 @@ class _Ranks:
         if load is None or (num_samples := load.num_sequences // load.num_minibatches) >= len(ranks):
             return self.sharded(ranks)
         most = min(len(ranks), per_node, load.longest // MIN_SLICE_TOKENS)
-        degrees = [cp for cp in model.context_parallel_degrees(tp=1) if cp <= most and len(ranks) % cp == 0] or [1]
+        degrees = [cp for cp in model.context_parallel_degrees(most) if len(ranks) % cp == 0] or [1]
         cp = next((cp for cp in degrees if len(ranks) // cp <= num_samples), degrees[-1])
         return Layout(ParallelDims(fsdp=len(ranks) // cp, cp=cp), ranks)
 

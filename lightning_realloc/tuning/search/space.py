@@ -165,8 +165,8 @@ def _token_degrees(model: ModelSpec, kind: CallKind, widest: int, options: CallO
     is_divided = options.divides_rows and kind != "generate"
     most = options.row_tokens // MIN_SLICE_TOKENS if is_divided else 1
     for tp in model.tensor_parallel_degrees(widest):
-        for cp in model.context_parallel_degrees(tp) if most > 1 else (1,):
-            if widest % (tp * cp) == 0 and cp <= max(1, most):
+        for cp in model.context_parallel_degrees(max(1, min(most, widest))):
+            if widest % (tp * cp) == 0:
                 yield tp, cp
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_realloc.errors import PlanError
-from lightning_realloc.layout.cuts import group_bounds, head_bounds
+from lightning_realloc.layout.cuts import group_bounds, head_bounds, num_head_shares
+from lightning_realloc.layout.dims import ParallelDims
 from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.tuning.shapes.experts import Experts, read_size
 
@@ -155,6 +156,10 @@ class ModelShape:
     def keys(self, tp: int = 1) -> int:
         """Return the features of the key heads, and likewise of the value heads, on the first of ``tp`` ranks."""
         return group_bounds(self.num_kv_heads, tp, 0)[1] * self.head_dim
+
+    def row_shares(self, dims: ParallelDims) -> int:
+        """Return how many of ``dims.cp`` ranks read the same heads' keys, as others divide the heads."""
+        return dims.cp // num_head_shares([(self.num_heads, self.num_kv_heads)], dims.cp, dims.tp)
 
     def kv_cache_elements(self, tp: int) -> int:
         """Return the KV-cache elements of one token on the first of ``tp`` ranks, which has most key-value heads."""

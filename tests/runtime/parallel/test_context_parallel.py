@@ -93,6 +93,8 @@ class _Pair(Pair):
 
 
 WINDOW = {"sliding_window": 4}
+TWO_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+UNEVEN = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96}
 
 
 @few_and_more(
@@ -102,6 +104,8 @@ WINDOW = {"sliding_window": 4}
         Case("granite_swa", "cp2.tp2@1,0,3,2"),  # attention sinks, and a sliding window
         Case("mixtral", "dp2.cp2@3,1,2,0"),
         Case("gemma", "cp2@1,2", num_labels=1),
+        Case("gpt_oss", "cp4", overrides=TWO_HEADS, checkpointing=True),  # keys of rows, by two shares of the heads
+        Case("gemma2", "cp2.tp2", overrides=UNEVEN),  # soft caps, a window, and keys of rows by all heads
     ],
     [
         Case("gemma2", "cp2.tp2@1,0,3,2", overrides=WINDOW),
@@ -117,6 +121,13 @@ WINDOW = {"sliding_window": 4}
         Case("qwen3_moe", "cp4"),
         Case("gemma2", "cp4"),
         Case("gpt_oss", "cp2.tp2@3,1,2,0"),
+        Case("qwen3_moe", "cp4", overrides=TWO_HEADS),
+        Case("llama", "cp4", overrides={"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}),
+        Case("mistral", "cp4", overrides={"sliding_window": 3, **UNEVEN}),
+        Case("qwen2", "cp2.tp2", overrides=TWO_HEADS, lora_modules=("q_proj", "down_proj")),
+        Case("granite_swa", "cp2.tp2", overrides=UNEVEN),
+        Case("phi3", "dp2.cp2", overrides={"num_attention_heads": 1, "num_key_value_heads": 1}),
+        Case("gpt2", "fsdp2.cp2", overrides={"num_attention_heads": 1}),
     ],
 )
 def test_ranks_that_divide_rows_equal_one_process(workers: WorkerPool, cases: list[Case]) -> None:
@@ -130,7 +141,7 @@ def test_ranks_that_divide_rows_equal_one_process(workers: WorkerPool, cases: li
 def test_calls_and_models_that_need_whole_rows_are_refused() -> None:
     class OfTwo(TokenGroup):
         def __init__(self) -> None:
-            self.size, self.index = 2, 0
+            self.size, self.index, self.head_shares, self._last = 2, 0, 2, None
 
     model, (batch, _, short) = tiny_model("llama"), packs(1)[0]
     divide_tokens(model, OfTwo())

@@ -126,6 +126,18 @@ def test_fsdp_gathers_in_every_pass_and_scatters_gradients_once() -> None:
     assert seconds("actor.train", "fsdp8", estimator()).sharding < one_way  # hidden except for one block
 
 
+def test_context_parallel_ranks_exchange_heads_and_where_these_do_not_suffice_the_keys_of_rows() -> None:
+    cluster, tokens = replace(CLUSTER, intra_node_latency_s=1e-15), 512 * 512 / 8
+    # Queries and outputs leave a rank to the others that divide heads; keys and values go to all that read them.
+    for heads, away, copies in ((8, 7 / 8, 1), (2, 1 / 2, 4), (3, 0, 8)):
+        width = 128 * heads
+        model = f"layers=2,hidden={width},intermediate=512,heads={heads},vocabulary=1000"
+        answers = estimator(model, cluster, efficiency=replace(IDEAL, hides_communication=False))
+        moved = 2 * (2 * tokens * width * away + 2 * tokens * width * copies * 7 / 8) * 2  # two layers, two bytes
+        scored = seconds("reference.infer", "cp8", answers).tensor_parallel
+        assert scored == pytest.approx(moved / CLUSTER.intra_node_bytes_per_s, rel=1e-3)
+
+
 def test_expert_parallel_ranks_exchange_tokens_and_gather_fewer_weights() -> None:
     answers = estimator(MIXTURE, efficiency=replace(IDEAL, hides_communication=False))
     # Each of 8,192 tokens of 4 micro-batches has 4 experts in each of 2 blocks, seven of eight on other ranks.

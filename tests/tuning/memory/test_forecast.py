@@ -252,6 +252,10 @@ def test_ranks_that_divide_rows_and_host_memory_keep_fewer_activations() -> None
 
     assert activations(layout="fsdp2.cp2") == pytest.approx(activations(layout="fsdp2") / 2, rel=1e-3)
     assert activations(activation_offload=True) < 0.8 * activations()
+    # Four ranks divide two heads and rows into halves. Keys and values, 5 features each, are read of one more token for
+    # each of a rank's, and of half of one twice. Three blocks keep them.
+    tokens = activations(layout="cp4") - activations(layout="fsdp2.cp2")
+    assert tokens / (2 * (1 + 0.5) * 5 * 4 * 3) == pytest.approx(8 * 1_000_004 / 4, rel=1e-3)
 
 
 def test_weights_whose_gradients_wait_keep_inputs_and_gradients_of_their_layers() -> None:
@@ -292,6 +296,13 @@ def test_the_error_for_an_excess_proposes_changes_that_fit() -> None:
     assert text is not None and "on rank 0 in actor.train" in text
     assert "actor.train: {gradient_checkpointing: true, layout: dp4@0-3}" in text
     assert "actor.generate: {" not in text  # fewer slots do not change training
+
+
+def test_the_error_for_long_rows_proposes_to_divide_them() -> None:
+    load, chosen = replace(LOAD, response_tokens=10_000, micro_batch_tokens=10_004), plan("dp4", "dp4", "dp4")
+    needed = forecast(chosen, load).peak().parts.total
+    text = find_excess(FLOW, chosen, lambda p: forecast(p, load), budget_bytes=needed - 1)
+    assert text is not None and "actor.train: dp2.cp2@0-3 (" in text and "actor.train: cp4@0-3 (" in text
 
 
 def test_the_message_has_cheaper_settings_with_the_bytes_they_need() -> None:

@@ -115,7 +115,7 @@ def test_experts_are_divided_where_no_whole_replica_fits() -> None:
 
 @pytest.mark.parametrize(
     ("num_samples", "tokens", "layout"),
-    [(8, 65536, "fsdp8"), (4, 65536, "fsdp4.cp2"), (1, 65536, "fsdp2.cp4"), (1, 4096, "fsdp4.cp2"), (1, 1024, "fsdp8")],
+    [(8, 65536, "fsdp8"), (4, 65536, "fsdp4.cp2"), (1, 65536, "cp8"), (1, 4096, "fsdp4.cp2"), (1, 1024, "fsdp8")],
 )
 def test_ranks_divide_rows_where_there_are_fewer_samples_than_ranks(num_samples: int, tokens: int, layout: str) -> None:
     model = replace(MODEL, attention_heads=((4, 2),))

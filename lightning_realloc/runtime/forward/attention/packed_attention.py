@@ -27,11 +27,11 @@ from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.forward.attention.packable import ATTENTION, refuse_mixed_rotations, refuse_unpackable
 from lightning_realloc.runtime.forward.attention.query_blocks import ScoreRules
-from lightning_realloc.runtime.forward.attention.segment_scores import attend_whole_rows
+from lightning_realloc.runtime.forward.attention.segment_scores import attend_pieces, attend_whole_rows
 from lightning_realloc.runtime.forward.attention.segments import Segments
-from lightning_realloc.runtime.forward.attention.token_exchange import own_tokens, whole_rows
+from lightning_realloc.runtime.forward.attention.token_exchange import exchanged_keys, exchanged_queries, own_tokens
 from lightning_realloc.runtime.forward.routers import routing_arguments
-from lightning_realloc.runtime.forward.token_group import refuse_undivided, token_group
+from lightning_realloc.runtime.forward.token_group import RowDivision, refuse_undivided, row_division
 from lightning_realloc.runtime.model.dry_run import ForwardFailed, dry_run
 from lightning_realloc.runtime.model.quantized import quantized_layers
 from lightning_realloc.runtime.model.structure import (
@@ -110,22 +110,22 @@ def packed_attention(model: nn.Module, packed: PackedBatch) -> Iterator[dict[str
     """Yield the keyword arguments for calling ``model`` on this pack, or on this rank's slice, inside the block."""
     install_packed_attention(model)
     hf_model = transformers_model(model)
-    tokens = token_group(hf_model)
+    division = row_division(hf_model, packed)
     refuse_mixed_rotations(hf_model, packed)
-    if tokens is not None:
-        refuse_undivided(hf_model, packed, tokens)
+    if division is not None:
+        refuse_undivided(hf_model, packed, division.group)
     if packed.extras:
         check_extra_inputs(hf_model, packed.extras)
     token = _in_packed_forward.set(True)
     hf_model.config._attn_implementation = ATTENTION_OF_PACKS
     try:
         yield {
-            "input_ids": packed.input_ids if tokens is None else tokens.cut(packed.input_ids[0])[None],
-            "position_ids": packed.position_ids if tokens is None else tokens.cut(packed.position_ids[0])[None],
+            "input_ids": packed.input_ids if division is None else division.cut(packed.input_ids[0])[None],
+            "position_ids": packed.position_ids if division is None else division.cut(packed.position_ids[0])[None],
             "use_cache": False,
-            "packed_segments": Segments(packed.lengths, packed.cu_seqlens, packed.shared, tokens, packed.input_ids),
+            "packed_segments": Segments(packed.lengths, packed.cu_seqlens, packed.shared, division, packed.input_ids),
             **packed.extras,
-            **routing_arguments(model, packed, tokens),
+            **routing_arguments(model, packed, division),
         }
     finally:
         hf_model.config._attn_implementation = ATTENTION
@@ -182,14 +182,24 @@ def segment_attention(
             f"responses cannot share them; set share_prompts=False on the algorithm"
         )
     rules = ScoreRules(is_causal, scaling, dropout, sliding_window, s_aux, softcap)
-    tokens = packed_segments.tokens
-    if tokens is None:
+    division = packed_segments.division
+    if division is None:
         return attend_whole_rows(query, key, value, packed_segments, rules), None
-    size, heads = sum(packed_segments.lengths), query.shape[1]
-    query, key, value = (whole_rows(states, tokens, size, num_queries=heads) for states in (query, key, value))
-    if s_aux is not None:
-        rules = replace(rules, sinks=s_aux.chunk(tokens.size)[tokens.index])
-    return own_tokens(attend_whole_rows(query, key, value, packed_segments, rules), tokens), None
+    return _attend_divided(query, key, value, packed_segments, division, rules), None
+
+
+def _attend_divided(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, division: RowDivision, rules: ScoreRules
+) -> Tensor:
+    """Attend from and to this rank's slice of a row, in exchange with the ranks that hold the others."""
+    group = division.group
+    query, (key, value) = exchanged_queries(query, division), (exchanged_keys(part, division) for part in (key, value))
+    if rules.sinks is not None:
+        rules = replace(rules, sinks=rules.sinks.chunk(group.head_shares)[group.head_share])
+    if division.pieces:
+        return own_tokens(attend_pieces(query, key, value, division, rules), division)
+    key, value = (states[:, :, : division.num_tokens] for states in (key, value))
+    return own_tokens(attend_whole_rows(query, key, value, segments, rules), division)
 
 
 def _refuse_other_scores(module: nn.Module, attention_mask: Tensor | None, options: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from lightning_realloc.runtime.forward.attention.query_blocks import ScoreRules, attend_in_blocks
 from lightning_realloc.runtime.forward.attention.segments import Segments
 from lightning_realloc.runtime.forward.attention.varlen import attend_varlen, can_attend_varlen
+from lightning_realloc.runtime.forward.token_group import RowDivision
 
 
 def attend_whole_rows(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rules: ScoreRules) -> Tensor:
@@ -18,6 +19,27 @@ def attend_whole_rows(query: Tensor, key: Tensor, value: Tensor, segments: Segme
     longest, scaling, window = max(segments.lengths), rules.scaling, rules.sliding_window
     ends, sinks = segments.cu_seqlens, rules.sinks
     return attend_varlen(q, k, v, ends, longest, scaling=scaling, window=window, sinks=sinks)[None]
+
+
+def attend_pieces(query: Tensor, key: Tensor, value: Tensor, division: RowDivision, rules: ScoreRules) -> Tensor:
+    """Attend from this rank's share of a row: queries (1, H, T, D), keys (1, H_kv, cp * n, D) -> (1, T, H, D).
+
+    Args:
+        key: Slices of all ranks, one after another; ``value`` likewise.
+    """
+    read = division.keys(window=rules.sliding_window, is_causal=rules.is_causal)
+    key, value = (states.index_select(2, read.places) for states in (key, value))
+    counts = [len(piece.tokens) for piece in division.pieces]
+    if _can_attend_varlen(query, value, rules):
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        keys, scaling, window = (read.key_ends, max(read.counts)), rules.scaling, rules.sliding_window
+        longest, sinks = max(counts), rules.sinks
+        return attend_varlen(q, k, v, read.query_ends, longest, keys=keys, scaling=scaling, window=window, sinks=sinks)[
+            None
+        ]
+    by_piece = zip(query.split(counts, 2), key.split(read.counts, 2), value.split(read.counts, 2), strict=True)
+    outputs = [attend_in_blocks(*piece, first, rules) for piece, first in zip(by_piece, read.firsts, strict=True)]
+    return torch.cat(outputs, 2).transpose(1, 2)
 
 
 def _can_attend_varlen(query: Tensor, value: Tensor, rules: ScoreRules) -> bool:

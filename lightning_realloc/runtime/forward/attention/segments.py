@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from lightning_realloc.runtime.forward.token_group import TokenGroup
+from lightning_realloc.runtime.forward.token_group import RowDivision
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class Segments:
     """(B + 1,) int32 cumulative lengths on the model's device."""
     shared: tuple[int, ...]
     """Shared prompt tokens that each sequence sees. The last sequence before it with a 0 here holds them."""
-    tokens: TokenGroup | None = None
-    """Ranks that divide the tokens of the row; None: the model runs on all of them."""
+    division: RowDivision | None = None
+    """How ranks divide the tokens of the row; None: the model runs on all of them."""
     row: Tensor | None = None
     """(1, N) token ids of the whole row, by which a pipeline's stage knows its micro-batch."""
     masks: dict[tuple[object, ...], Tensor] = field(default_factory=dict)

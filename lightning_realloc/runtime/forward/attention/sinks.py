@@ -55,6 +55,10 @@ def attend_with_sinks(
     return output[:, :, 1:, : value.shape[-1]]
 
 
+Bounds = tuple[Tensor, Tensor, int, int]
+"""Cumulative lengths of queries and of keys, (sequences + 1,) int32, and the longest of both."""
+
+
 class AttendWithSinks(torch.autograd.Function):
     """Causal attention by flash kernels for packed sequences; see `attend_varlen`.
 
@@ -65,24 +69,25 @@ class AttendWithSinks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, ends: Tensor, longest: int, scaling: float, seen: int
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, bounds: Bounds, scaling: float, seen: int
     ) -> Tensor:
         ctx.options = {"scale": scaling, "window_size_left": seen, "window_size_right": 0}
-        ctx.call = longest, longest, 0.0, seen < 0
+        *ends, longest, longest_keys = bounds
+        ctx.call = longest, longest_keys, 0.0, seen < 0
         output, logsumexp, ctx.rng_state, ctx.unused, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, ends, ends, *ctx.call, False, **ctx.options
+            q, k, v, *ends, *ctx.call, False, **ctx.options
         )
         joint = torch.logaddexp(logsumexp, sinks.float()[:, None])  # (H, N)
         attended: Tensor = (output * (logsumexp - joint).exp().T[..., None]).to(q.dtype)
-        ctx.save_for_backward(q, k, v, sinks, ends, attended, joint)
+        ctx.save_for_backward(q, k, v, sinks, *ends, attended, joint)
         return attended
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,), (q, k, v, sinks, ends, output, joint) = gradients, ctx.saved_tensors
+        (gradient,), (q, k, v, sinks, *ends, output, joint) = gradients, ctx.saved_tensors
         grads = torch.ops.aten._flash_attention_backward(
-            gradient, q, k, v, output, joint, ends, ends, *ctx.call, ctx.rng_state, ctx.unused, **ctx.options
+            gradient, q, k, v, output, joint, *ends, *ctx.call, ctx.rng_state, ctx.unused, **ctx.options
         )
         weights = (sinks.float()[:, None] - joint).exp()
         by_sink = -(weights * (gradient.float() * output.float()).sum(-1).T).sum(1)
-        return *grads, by_sink.to(sinks.dtype), None, None, None, None
+        return *grads, by_sink.to(sinks.dtype), None, None, None

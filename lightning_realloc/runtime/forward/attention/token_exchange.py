@@ -1,6 +1,9 @@
-"""Exchange tokens for heads between context-parallel ranks (Ulysses).
+"""Exchange tokens for heads between context-parallel ranks (Ulysses), and keys of rows where heads do not suffice.
 
-Source: Jacobs et al., arXiv:2309.14509.
+A rank attends with a share of the query heads and, if ranks do not divide them all, with a share of the row's queries.
+It receives the keys and values that these heads read, of the whole row, in one all-to-all with all ranks.
+
+Sources: Jacobs et al., arXiv:2309.14509; Llama Team, arXiv:2407.21783, section 3.3.2.
 """
 
 from __future__ import annotations
@@ -13,51 +16,66 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_realloc.errors import LayoutError
-from lightning_realloc.runtime.forward.token_group import TokenGroup
+from lightning_realloc.runtime.forward.token_group import RowDivision, TokenGroup
 
 
-def whole_rows(states: Tensor, group: TokenGroup, num_tokens: int, *, num_queries: int) -> Tensor:
-    """Return (1, H / cp, N, D) states of this rank's heads from the (1, H, n, D) states of its tokens.
+def exchanged_queries(states: Tensor, division: RowDivision) -> Tensor:
+    """Return the (1, H / head_shares, T, D) queries of this rank's heads and row share from (1, H, n, D)."""
+    if division.group.head_shares == 1:
+        return states[:, :, : division.num_queries]
+    own = _exchange(_by_head_share(states, division.group), division.group, division.group.row_peers)
+    return _one_after_another(own)[:, :, : division.num_queries]
 
-    Fewer key-value heads than ranks, or a number that cp does not divide, are repeated first: each rank gets heads of
-    its own queries.
 
-    Args:
-        num_queries: Query heads of the layer, which cp divides.
+def exchanged_keys(states: Tensor, division: RowDivision) -> Tensor:
+    """Return (1, H_kv', cp * n, D) keys or values that this rank's heads read from (1, H_kv, n, D).
+
+    Slices lie one after another in the ranks' order. Fewer key-value heads than head shares, or a number that these do
+    not divide, are repeated first: each rank gets heads of its own queries.
     """
-    if num_queries % group.size:
-        raise LayoutError(f"cp={group.size} must divide the {num_queries} query heads of a rank; use another cp")
-    repeats = group.size // math.gcd(states.shape[1], group.size)
+    group = division.group
+    repeats = group.head_shares // math.gcd(states.shape[1], group.head_shares)
     if repeats > 1:
         states = states.repeat_interleave(repeats, dim=1)
-    parts = states[0].unflatten(0, (group.size, -1))  # (cp, heads, n, D)
-    row = exchange(parts, group).transpose(0, 1).flatten(1, 2)  # (heads, cp * n, D)
-    return row[None, :, :num_tokens]
+    parts = _by_head_share(states, group).repeat(group.row_shares, 1, 1, 1)
+    return _one_after_another(_exchange(parts, group, range(group.size)))
 
 
-def own_tokens(states: Tensor, group: TokenGroup) -> Tensor:
-    """Return (1, n, H, D) states of this rank's tokens from the (1, N, H / cp, D) states of its heads."""
-    num_tokens = states.shape[1]
-    length = group.slice_length(num_tokens)
-    padded = F.pad(states[0], (0, 0, 0, 0, 0, group.size * length - num_tokens))
-    parts = exchange(padded.unflatten(0, (group.size, length)), group)  # (cp, n, heads, D)
+def own_tokens(states: Tensor, division: RowDivision) -> Tensor:
+    """Return (1, n, H, D) states of this rank's tokens from the (1, T, H / head_shares, D) of its heads."""
+    group, length = division.group, division.slice_length
+    padded = F.pad(states[0], (0, 0, 0, 0, 0, group.head_shares * length - states.shape[1]))
+    if group.head_shares == 1:
+        return padded[None]
+    parts = _exchange(padded.unflatten(0, (group.head_shares, length)), group, group.row_peers)
+    return _one_after_another(parts)
+
+
+def _by_head_share(states: Tensor, group: TokenGroup) -> Tensor:
+    """Return (head_shares, heads, n, D) from (1, H, n, D)."""
+    parts: Tensor = states[0].unflatten(0, (group.head_shares, -1))
+    return parts
+
+
+def _one_after_another(parts: Tensor) -> Tensor:
+    """Return (1, A, parts * B, D) from (parts, A, B, D)."""
     return parts.transpose(0, 1).flatten(1, 2)[None]
 
 
-def exchange(parts: Tensor, group: TokenGroup) -> Tensor:
-    """Send part i of (cp, ...) to rank i of the group; return the parts received, in the order of the ranks."""
-    return cast(Tensor, _Exchange.apply(parts, group))
+def _exchange(parts: Tensor, group: TokenGroup, peers: range) -> Tensor:
+    """Send part i of (peers, ...) to the i-th of ``peers``; return the parts received, in the order of the ranks."""
+    return cast(Tensor, _Exchange.apply(parts, group, peers))
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: TokenGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, parts: Tensor, group: TokenGroup, peers: range) -> Tensor:
+        ctx.ranks = group, peers
         received = torch.empty_like(parts, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, parts.contiguous(), group=group.process_group)
+        counts = None if len(peers) == group.size else [int(index in peers) for index in range(group.size)]
+        dist.all_to_all_single(received, parts.contiguous(), counts, counts, group=group.process_group)
         return received
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _Exchange.apply(gradients[0], ctx.group), None  # the gradient goes back the way it came
+        return _Exchange.apply(gradients[0], *ctx.ranks), None, None  # the gradient goes back the way it came

@@ -27,6 +27,7 @@ def attend_varlen(
     cu_seqlens: Tensor,
     longest: int,
     *,
+    keys: tuple[Tensor, int] | None = None,
     scaling: float | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
@@ -39,6 +40,7 @@ def attend_varlen(
         value: (N, H_kv, D).
         cu_seqlens: (sequences + 1,) int32 cumulative lengths.
         longest: Tokens of the longest sequence.
+        keys: The same two values of the keys, of which queries are the last ones. None: they are as many.
         scaling: Factor of the products. None means one over the square root of D.
         window: Number of last tokens that each token sees, including itself. None means all.
         sinks: (H,) scores that join the softmax's denominator, without a value. None means none.
@@ -53,12 +55,14 @@ def attend_varlen(
             options["enable_gqa"] = True
         else:  # torch 2.11
             k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
+    key_seqlens, longest_keys = keys or (cu_seqlens, longest)
+    bounds = cu_seqlens, key_seqlens, longest, longest_keys
     seen = -1 if window is None else window - 1
     if sinks is not None:
         scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
-        return cast(Tensor, AttendWithSinks.apply(q, k, v, sinks, cu_seqlens, longest, scaling, seen))
+        return cast(Tensor, AttendWithSinks.apply(q, k, v, sinks, bounds, scaling, seen))
     options["window_size"] = (seen, 0)
-    output = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scaling, **options)
+    output = varlen_attn(q, k, v, *bounds, scale=scaling, **options)
     return cast(Tensor, output)
 
 

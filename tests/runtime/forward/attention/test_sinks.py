@@ -84,7 +84,8 @@ def test_kernels_without_sinks_give_values_and_gradients_of_those_with(seen: int
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_flash_attention_forward", _flash_forward, "CPU")
         library.impl("_flash_attention_backward", _flash_backward, "CPU")
-        actual = AttendWithSinks.apply(*leaves, torch.tensor([0, 5]), 5, 0.3, seen)
+        ends = torch.tensor([0, 5])
+        actual = AttendWithSinks.apply(*leaves, (ends, ends, 5, 5), 0.3, seen)
         weights = torch.randn_like(actual)
         ours = torch.autograd.grad(actual, leaves, weights)
     q, k, v = (part.transpose(0, 1)[None] for part in leaves[:3])
