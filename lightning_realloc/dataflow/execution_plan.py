@@ -282,9 +282,9 @@ class ExecutionPlan:
             axis = plan.layout.axis_without_generation
             if axis is not None and call.kind == "generate":
                 raise PlanError(
-                    f"calls.{name}: layout {plan.layout} has {axis}={plan.layout.count(axis)}, and generation runs one "
-                    f"token of a row at a time; train and infer with {axis}, generate with dp (or with tp, which also "
-                    f"divides long prompts and their keys), fsdp or pp"
+                    f"calls.{name}: layout {plan.layout} has {axis}={getattr(plan.layout.dims, axis)}, and generation "
+                    f"runs one token of a row at a time; train and infer with {axis}, generate with dp (or with tp, "
+                    f"which also divides long prompts and their keys), fsdp or pp"
                 )
             if call.partners:
                 _check_asked(name, plan.layout)

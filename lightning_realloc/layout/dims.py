@@ -46,14 +46,17 @@ _DEGREE = re.compile(r"([a-z]+)([0-9]+)")
 class ParallelDims:
     """Degree of parallelism along every axis, in the order of ``AXES``.
 
-    ``ep`` is no factor of ``size``: for experts alone, it divides the ranks of ``dp`` and ``fsdp`` anew.
+    ``ep`` and ``vpp`` are no factors of ``size``: for experts alone, ``ep`` divides the ranks of ``dp`` and ``fsdp``
+    anew, and ``vpp`` divides the blocks of a stage.
 
     >>> ParallelDims.parse("dp2.tp4").size
     8
     """
 
     pp: int = 1
-    """Number of pipeline stages. A stage is a contiguous run of blocks."""
+    """Number of pipeline stages."""
+    vpp: int = 1
+    """Number of contiguous runs of blocks that each pipeline stage holds: stage i the runs i, i + pp, i + 2 pp, …"""
     dp: int = 1
     """Number of data-parallel replicas."""
     fsdp: int = 1
@@ -70,6 +73,11 @@ class ParallelDims:
             degree = getattr(self, axis)
             if not is_count(degree):
                 raise LayoutError(f"{axis}={degree!r} must be a whole number of at least 1; leave it out for 1")
+        if self.vpp > 1 and self.pp == 1:
+            raise LayoutError(
+                f"vpp={self.vpp} is the number of runs of blocks of each pipeline stage, and pp=1 has one stage; "
+                "use a larger pp, or leave vpp out"
+            )
         if self.ep > 1 and self.ep not in self.expert_degrees:
             raise LayoutError(
                 f"ep={self.ep} must divide fsdp={self.fsdp}, or be a multiple of it that divides dp*fsdp="
@@ -80,6 +88,11 @@ class ParallelDims:
     def size(self) -> int:
         """Number of ranks: the product of the degrees."""
         return math.prod(self.degrees)
+
+    @property
+    def num_runs(self) -> int:
+        """Number of runs into which pipeline stages divide the blocks."""
+        return self.pp * self.vpp
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -272,7 +285,9 @@ class Layout:
 
     @property
     def axis_without_generation(self) -> str | None:
-        """First axis of several ranks along which no call can generate; None if there is none."""
+        """First degree above 1 with which no call can generate; None if there is none."""
+        if self.dims.vpp > 1:
+            return "vpp"
         return next((axis for axis in self.token_axes if self.count(axis) > 1), None)
 
     @property

@@ -133,7 +133,7 @@ class ModelSpec:
         return self._by_name[owner]
 
     def stage_blocks(self, pp: int) -> tuple[range, ...]:
-        """Return the blocks of each of ``pp`` pipeline stages."""
+        """Return the blocks of each of ``pp`` pipeline stages, or runs of blocks."""
         return balanced_stages(self.costs or (0, *(1,) * self.num_blocks, 0), pp)
 
     def tensor_parallel_degrees(self, limit: int) -> tuple[int, ...]:
@@ -168,7 +168,7 @@ class ModelLayout:
     model: ModelSpec
     layout: Layout
     _first_blocks: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """First block of every pipeline stage."""
+    """First block of every run of blocks."""
 
     def __post_init__(self) -> None:
         tp = self.layout.count(*TensorParallelCut.axes)
@@ -177,7 +177,7 @@ class ModelLayout:
         self._check_experts()
         self._check_cuts()
         self._check_pipeline()
-        runs = self.model.stage_blocks(self.layout.dims.pp)
+        runs = self.model.stage_blocks(self.layout.dims.num_runs)
         object.__setattr__(self, "_first_blocks", tuple(run.start for run in runs))
 
     def cut_dims(self) -> dict[str, set[int]]:
@@ -197,7 +197,11 @@ class ModelLayout:
 
     def stages(self, name: str) -> tuple[int, ...]:
         """Return the pipeline stages that hold the parameter: one, or the first and the last for "ends"."""
-        param, last = self.model.param(name), self.layout.dims.pp - 1
+        return tuple(run % self.layout.dims.pp for run in self.runs(name))
+
+    def runs(self, name: str) -> tuple[int, ...]:
+        """Return the runs of blocks that use the parameter. Those before the blocks belong to the first run."""
+        param, last = self.model.param(name), self.layout.dims.num_runs - 1
         if param.block is not None:
             return (bisect_right(self._first_blocks, param.block) - 1,)
         if param.section == "ends" and last > 0:
@@ -285,6 +289,11 @@ class ModelLayout:
             raise LayoutError(
                 f"pp={pp} needs at least one block per stage but the model has {self.model.num_blocks} blocks; "
                 f"use pp of at most {max(1, self.model.num_blocks)}"
+            )
+        if self.layout.dims.num_runs > self.model.num_blocks:
+            raise LayoutError(
+                f"pp={pp} with vpp={self.layout.dims.vpp} needs pp*vpp={self.layout.dims.num_runs} blocks but the "
+                f"model has {self.model.num_blocks}; use vpp of at most {self.model.num_blocks // pp}"
             )
         for tied, owner in self.model.aliases:
             if self.model.param(owner).section in ("input", "output"):

@@ -134,8 +134,8 @@ def cut_params(draw: st.DrawFn, name: str, section: str, block: int | None) -> P
 
 @st.composite
 def models(draw: st.DrawFn) -> ModelSpec:
-    """Draw two or three blocks of one or two parameters, with a parameter before and after them."""
-    num_blocks = draw(st.integers(2, 3))
+    """Draw two to four blocks of one or two parameters, with a parameter before and after them."""
+    num_blocks = draw(st.integers(2, 4))
     params = [draw(cut_params("embed", draw(st.sampled_from(["input", "ends"])), None))]
     block_params = [draw(cut_params("w", "block", 0)) for _ in range(draw(st.integers(1, 2)))]
     for block in range(num_blocks):
@@ -152,8 +152,8 @@ def models(draw: st.DrawFn) -> ModelSpec:
 def layouts(draw: st.DrawFn) -> Layout:
     """Draw degrees, of which models with fused heads refuse tp=3, over any ordered ranks below ``WORLD_SIZE``."""
     options = [
-        ParallelDims(pp=pp, dp=dp, fsdp=fsdp, cp=cp, tp=tp, ep=ep)
-        for pp in (1, 2)
+        ParallelDims(pp=pp, vpp=vpp, dp=dp, fsdp=fsdp, cp=cp, tp=tp, ep=ep)
+        for pp, vpp in ((1, 1), (2, 1), (2, 2))
         for dp in (1, 2, 3)
         for fsdp in (1, 2, 3, 4)
         for cp in (1, 2)
@@ -175,7 +175,9 @@ def layout_pairs(draw: st.DrawFn) -> tuple[ModelLayout, ModelLayout]:
 
 
 def allows(model: ModelSpec, layout: Layout) -> bool:
-    """Return whether the ranks of a layout can divide every parameter."""
+    """Return whether the ranks of a layout can divide every parameter, and its stages the blocks."""
+    if layout.dims.num_runs > max(1, model.num_blocks):
+        return False
     kinds = {cut.axes for param in model.params for cut in param.cuts}
     return all(layout.count(*axes) in model.allowed_counts(axes, WORLD_SIZE) for axes in kinds)
 

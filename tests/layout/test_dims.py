@@ -33,9 +33,10 @@ def test_any_layout_survives_text_and_pickle(layout: Layout) -> None:
 def test_degrees_and_coordinates_have_the_same_axes_and_the_guide_explains_each() -> None:
     guide = (Path(__file__).parents[2] / "docs/layouts-and-plans.md").read_text()
     degrees = tuple(field.name for field in fields(ParallelDims))
-    assert degrees[: len(AXES)] == AXES
+    of_ranks = tuple(name for name in degrees if name != "vpp")  # which divides the blocks of a stage
+    assert of_ranks[: len(AXES)] == AXES
     assert tuple(re.findall(r"(?m)^\| `(\w+)` \|", guide.partition("| axis |")[2].partition("\n\n")[0])) == degrees
-    assert set(Layout.parse("dp1")._spans) > set(degrees), "a degree without a coordinate divides others' ranks"
+    assert set(Layout.parse("dp1")._spans) > set(of_ranks), "a degree without a coordinate divides others' ranks"
 
 
 def test_a_degree_that_divides_the_ranks_of_other_axes_is_read_and_printed() -> None:
@@ -47,7 +48,7 @@ def test_a_degree_that_divides_the_ranks_of_other_axes_is_read_and_printed() -> 
     for text, words in (
         ("ep2.tp2", "write 'tp2.ep2'"),
         ("ep0", "ep=0 must be"),
-        ("zz2", ", ".join((*AXES, "ep"))),
+        ("zz2", ", ".join(("pp", "vpp", *AXES[1:], "ep"))),
         ("ep2", r"ep=2 must divide fsdp=1, or be a multiple of it that divides dp\*fsdp=1; use ep in \(1,\)"),
         ("dp3.fsdp4.ep6", r"use ep in \(1, 2, 4, 12\)"),
     ):

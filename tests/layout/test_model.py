@@ -25,7 +25,8 @@ from lightning_realloc.layout.cuts import share_bounds
 from lightning_realloc.layout.model import balanced_stages
 from tests.layout.examples import EXPERTS, SMALL, layout_pairs
 
-AXES_THAT_RUN = ("pp", "dp", "fsdp", "cp", "tp", "ep")
+FOUR_BLOCKS = ModelSpec(tuple(ParamSpec(f"blocks.{i}.weight", (4, 4), block=i) for i in range(4)), num_blocks=4)
+AXES_THAT_RUN = ("pp", "vpp", "dp", "fsdp", "cp", "tp", "ep")
 """Axes along which models run. All others exist in texts alone."""
 
 
@@ -36,7 +37,7 @@ def lay(text: str, model: ModelSpec = SMALL) -> ModelLayout:
 @pytest.mark.parametrize("axis", [field.name for field in fields(ParallelDims)])
 def test_an_axis_runs_or_is_refused(axis: str) -> None:
     try:
-        lay(*{"ep": ("fsdp2.ep2", EXPERTS)}.get(axis, (f"{axis}2",)))
+        lay(*{"ep": ("fsdp2.ep2", EXPERTS), "vpp": ("pp2.vpp2", FOUR_BLOCKS)}.get(axis, (f"{axis}2",)))
     except LayoutError:
         assert axis not in AXES_THAT_RUN
     else:
@@ -238,3 +239,11 @@ def test_a_model_that_contradicts_itself_is_refused() -> None:
         with pytest.raises(LayoutError) as refusal:
             build()
         assert words in str(refusal.value)
+
+
+def test_each_stage_holds_every_pp_th_run_of_blocks() -> None:
+    """Two stages of two runs: the first one has blocks 0 and 2, the last one 1 and 3."""
+    layout = lay("pp2.vpp2", FOUR_BLOCKS)
+    assert layout.names(0) == ("blocks.0.weight", "blocks.2.weight")
+    assert layout.names(1) == ("blocks.1.weight", "blocks.3.weight")
+    assert (layout.runs("blocks.2.weight"), layout.stages("blocks.2.weight")) == ((2,), (0,))

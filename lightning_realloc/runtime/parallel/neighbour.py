@@ -14,12 +14,19 @@ _MAX_POSTED = 4
 """Messages under way before `Neighbour.post` waits for the oldest. More: more memory."""
 
 
-class _Exchange(NamedTuple):
-    """Messages under way."""
+class ExpectedTensor(NamedTuple):
+    """Messages under way, of which one arrives."""
 
     works: list[dist.Work]
     memory: list[Tensor]
     """Tensors that are sent and that arrive, in this order."""
+    device: torch.device
+    """Where the arriving tensor is needed."""
+
+    def wait(self) -> Tensor:
+        """Wait for the messages, once, and return the tensor that arrives."""
+        _wait(self.works)
+        return self.memory[-1].to(self.device)
 
 
 class Neighbour:
@@ -37,41 +44,33 @@ class Neighbour:
         self._wire_device = torch.device("cpu") if is_gloo else self._device  # gloo sends from host memory only
         self.dtype: torch.dtype | None = None
         """Dtype of all messages of the run; None before the first message, which sends it."""
-        self._posted: deque[_Exchange] = deque()
-        """Messages of `post` that may be under way."""
-        self._expected: _Exchange | None = None
-        """The exchange in which a tensor arrives; not in `_posted`, since gloo waits forever for a work twice."""
+        self._posted: deque[tuple[list[dist.Work], Tensor]] = deque()
+        """Messages of `post` that may be under way, with their memory."""
 
-    def post(self, outgoing: Tensor, expected: tuple[int, ...] | None = None) -> None:
-        """Send ``outgoing`` without waiting until it is received. It must not change afterwards.
-
-        In the same exchange a tensor of the shape ``expected`` starts to arrive, for the next `receive`.
-        """
+    def post(self, outgoing: Tensor) -> None:
+        """Send ``outgoing`` without waiting until it is received. It must not change afterwards."""
         if self._rank is None:
             return
-        exchange = self._start(outgoing, expected)
-        if expected is not None:
-            self._expected = exchange
-            return
-        self._posted.append(exchange)
+        works, memory = self._start(outgoing, None)
+        self._posted.append((works, memory[0]))
         if len(self._posted) > _MAX_POSTED:
-            self._wait(self._posted.popleft().works)
+            _wait(self._posted.popleft()[0])
+
+    def start_receive(self, shape: tuple[int, ...], outgoing: Tensor | None = None) -> ExpectedTensor:
+        """Start to receive a tensor of ``shape``, in the same exchange as ``outgoing`` is sent."""
+        works, memory = self._start(outgoing, shape)
+        return ExpectedTensor(works, memory, self._device)
 
     def receive(self, shape: tuple[int, ...]) -> Tensor | None:
-        """Return the next tensor, of ``shape``; None without a rank. Waits for the one that `post` expects."""
-        if self._rank is None:
-            return None
-        exchange = self._expected or self._start(None, shape)
-        self._expected = None
-        self._wait(exchange.works)
-        return exchange.memory[-1].to(self._device)
+        """Return the next tensor, of ``shape``; None without a rank."""
+        return None if self._rank is None else self.start_receive(shape).wait()
 
     def settle(self) -> None:
         """Wait until all messages of `post` are received."""
         while self._posted:
-            self._wait(self._posted.popleft().works)
+            _wait(self._posted.popleft()[0])
 
-    def _start(self, outgoing: Tensor | None, shape: tuple[int, ...] | None) -> _Exchange:
+    def _start(self, outgoing: Tensor | None, shape: tuple[int, ...] | None) -> tuple[list[dist.Work], list[Tensor]]:
         """Start to send, to receive a tensor of ``shape``, or both. None: no message in that direction."""
         if self.dtype is None:
             self.dtype = self._agree_on_dtype(outgoing)
@@ -82,17 +81,17 @@ class Neighbour:
         if shape is not None:
             memory.append(torch.empty(shape, dtype=self.dtype, device=self._wire_device))
             operations.append(dist.P2POp(dist.irecv, memory[-1], self._rank, self._group))
-        return _Exchange(dist.batch_isend_irecv(operations), memory)
+        return dist.batch_isend_irecv(operations), memory
 
     def _agree_on_dtype(self, outgoing: Tensor | None) -> torch.dtype:
         code = torch.zeros(1, dtype=torch.int64, device=self._wire_device)
         if outgoing is not None:
             code.fill_(_DTYPES.index(outgoing.dtype))
         operation = dist.irecv if outgoing is None else dist.isend
-        self._wait(dist.batch_isend_irecv([dist.P2POp(operation, code, cast(int, self._rank), self._group)]))
+        _wait(dist.batch_isend_irecv([dist.P2POp(operation, code, cast(int, self._rank), self._group)]))
         return _DTYPES[int(code.item())]
 
-    @staticmethod
-    def _wait(works: list[dist.Work]) -> None:
-        for work in works:
-            work.wait()
+
+def _wait(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()

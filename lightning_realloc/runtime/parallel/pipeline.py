@@ -11,8 +11,7 @@ positions would have to cover the padding.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -22,16 +21,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_realloc.batch.packing import PackedBatch
-from lightning_realloc.dataflow.pipeline_schedule import ScheduleName, StagePass, stage_passes
+from lightning_realloc.dataflow.pipeline_schedule import ScheduleName, StagePass, pipeline_turns
 from lightning_realloc.errors import LayoutError, PlanError
 from lightning_realloc.layout import ModelLayout
 from lightning_realloc.runtime.forward.attention.packed_attention import packed_attention
 from lightning_realloc.runtime.forward.deferred_weights import DeferredWeights
 from lightning_realloc.runtime.forward.token_group import row_division
 from lightning_realloc.runtime.messages.objects import broadcast_object
-from lightning_realloc.runtime.model.structure import transformers_model
+from lightning_realloc.runtime.model.structure import find_blocks, transformers_model
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
-from lightning_realloc.runtime.parallel.neighbour import Neighbour
+from lightning_realloc.runtime.parallel.neighbour import ExpectedTensor, Neighbour
 from lightning_realloc.runtime.parallel.shards import local_tensor
 from lightning_realloc.runtime.parallel.stage import get_stage_io
 from lightning_realloc.runtime.parallel.tensor_parallel import local_products
@@ -59,10 +58,15 @@ class PipelineStage:
         self.ranks = ranks = layout.group(meshes.rank, *layout.stage_axes)
         """Ranks of the pipeline's stages, in their order."""
         self.index, self.count = ranks.index(meshes.rank), len(ranks)
-        self.before = Neighbour(ranks[self.index - 1] if self.index else None, group, meshes.device_type)
-        self.after = Neighbour(None if self.is_last else ranks[self.index + 1], group, meshes.device_type)
+        self.last_run = layout.dims.num_runs - 1
+        """The run of blocks before the head."""
+        others = {(self.index + step) % self.count for step in (-1, 1)}
+        self.neighbours = {other: Neighbour(ranks[other], group, meshes.device_type) for other in others}
+        """Stage -> its rank; the last and the first stage are neighbours, too."""
+        nobody = Neighbour(None, group, meshes.device_type)
+        self.before = self.neighbours[self.index - 1] if self.index else nobody
+        self.after = nobody if self.is_last else self.neighbours[self.index + 1]
         self._model_layout = model_layout
-        self._other_end = Neighbour(ranks[0] if self.is_last else ranks[-1], group, meshes.device_type)
         self._group = group
 
     @property
@@ -76,34 +80,40 @@ class PipelineStage:
         return received
 
     def begin(self) -> None:
-        """Start a run. Its first messages send the dtype of all others."""
-        self.before.dtype = self.after.dtype = None
+        """Start the passes of a call. The first messages of two neighbours send the dtype of all others."""
+        for neighbour in self.neighbours.values():
+            neighbour.dtype = None
+
+    def blocks(self, run: int) -> Iterator[FSDPModule]:
+        """Yield the blocks of a run that FSDP wraps."""
+        bounds = self._model_layout.model.stage_blocks(self.last_run + 1)[run]
+        for _, block in find_blocks(self.model)[bounds.start : bounds.stop]:
+            assert isinstance(block, FSDPModule), "FSDP wraps all blocks or none"
+            yield block
 
     def sum_tied_gradients(self) -> None:
         """Add the gradients of weights on both the first and the last stage, so that both hold the sum, bit for bit.
 
         Collective over these two stages. FSDP has reduced the gradients: equal shards are added.
         """
+        other_end = self.neighbours.get(0 if self.is_last else self.count - 1)
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and len(self._model_layout.stages(name)) > 1:
                 if parameter.grad is None:  # the other stage may have one
                     parameter.grad = torch.zeros_like(parameter)
                 gradient = local_tensor(parameter.grad)
-                self._other_end.dtype = gradient.dtype
-                self._other_end.post(gradient, tuple(gradient.shape))
-                other = self._other_end.receive(tuple(gradient.shape))
-                assert other is not None, "the other end of a pipeline has a rank"
-                self._other_end.settle()
-                gradient += other
+                assert other_end is not None, "the first and the last stage are neighbours"
+                other_end.dtype = gradient.dtype
+                gradient += other_end.start_receive(tuple(gradient.shape), gradient).wait()
 
     def shape(self, batch: PackedBatch) -> tuple[int, ...]:
         """Return the shape of a micro-batch's hidden states, (1, N, D), or of this rank's slice of them."""
         division = row_division(transformers_model(self.model), batch)
         return (1, batch.num_tokens if division is None else division.slice_length, self.io.width)
 
-    def run_blocks(self, batch: PackedBatch, received: Tensor | None) -> Tensor:
-        """Run a micro-batch through a stage before the last; return the (1, N, D) hidden states after its blocks."""
-        with self.io.open(batch.input_ids, received), packed_attention(self.model, batch) as inputs:
+    def run_blocks(self, batch: PackedBatch, received: Tensor | None, run: int) -> Tensor:
+        """Run a micro-batch through a run of blocks before the last; return the (1, N, D) hidden states after it."""
+        with self.io.open(batch.input_ids, received, run=run), packed_attention(self.model, batch) as inputs:
             self.model(**inputs)
         return self.take_output(self.shape(batch))
 
@@ -124,23 +134,34 @@ class PipelineStage:
 
 
 def pipeline_infer(
-    stage: PipelineStage, micro_batches: Iterable[PackedBatch], method: Callable[[nn.Module, PackedBatch], Result]
+    stage: PipelineStage,
+    micro_batches: Sequence[PackedBatch],
+    method: Callable[[nn.Module, PackedBatch], Result],
+    *,
+    count: Callable[[], None] = lambda: None,
 ) -> list[Result] | None:
     """Return ``method(model, batch)`` of every micro-batch on the last stage, and None on the others.
 
     Collective over the pipeline, with the same micro-batches on every stage.
+
+    Args:
+        count: Called when a micro-batch leaves this stage.
     """
     results = []
+
+    def make(one: StagePass, received: Tensor | None) -> Tensor | None:
+        batch, output = micro_batches[one.micro_batch], None
+        if one.run == stage.last_run:
+            with stage.io.open(batch.input_ids, received, run=one.run):
+                results.append(method(stage.model, batch))
+        else:
+            output = stage.run_blocks(batch, received, one.run)
+        if one.run + stage.count > stage.last_run:
+            count()
+        return output
+
     with torch.no_grad():
-        stage.begin()
-        for batch in micro_batches:
-            received = stage.before.receive(stage.shape(batch))
-            if stage.is_last:
-                with stage.io.open(batch.input_ids, received):
-                    results.append(method(stage.model, batch))
-            else:
-                stage.after.post(stage.run_blocks(batch, received))
-        stage.after.settle()
+        _run_passes(stage, micro_batches, None, make)
     return results if stage.is_last else None
 
 
@@ -163,69 +184,88 @@ def pipeline_train(
         context: Makes a context manager for every forward pass, such as autocast.
         backward: Starts the backward pass from the result of ``loss_step``, on the last stage.
     """
-    passes = stage_passes(schedule, stage.index, stage.count, len(micro_batches))
     weights = DeferredWeights() if schedule == "zero_bubble" else None
-    run = _StageRun(stage, micro_batches, loss_step, context, backward, passes, weights)
+    run = _Training(stage, micro_batches, loss_step, context, backward, weights)
     with nullcontext() if weights is None else weights.leaving_out(local_products(stage.model)):
-        run.run()
+        _run_passes(stage, micro_batches, schedule, run.make)
     stage.sum_tied_gradients()
 
 
+def _run_passes(
+    stage: PipelineStage,
+    batches: Sequence[PackedBatch],
+    schedule: ScheduleName | None,
+    make: Callable[[StagePass, Tensor | None], Tensor | None],
+) -> None:
+    """Run the passes of a stage in the order of a schedule.
+
+    Args:
+        schedule: None: forward passes alone.
+        make: Runs a pass, given its input, which is None at both ends of the pipeline; returns its result.
+    """
+    if isinstance(stage.model, FSDPModule):
+        stage.model._get_fsdp_state()._lazy_init()  # finds all blocks, of which a pass may replace some
+    stage.begin()
+    arriving: dict[StagePass, ExpectedTensor] = {}
+    turns = pipeline_turns(schedule, stage.count, len(batches), vpp=(stage.last_run + 1) // stage.count)
+    for turn in turns[stage.index]:
+        result = None
+        if turn.made is not None:
+            pending = arriving.pop(turn.made, None)
+            result = make(turn.made, None if pending is None else pending.wait())
+        for exchange in turn.exchanges:
+            neighbour, sent = stage.neighbours[exchange.peer], None if exchange.sent is None else result
+            if exchange.received is not None:
+                shape = stage.shape(batches[exchange.received.micro_batch])
+                arriving[exchange.received] = neighbour.start_receive(shape, sent)
+            elif sent is not None:
+                neighbour.post(sent)
+    for neighbour in stage.neighbours.values():
+        neighbour.settle()
+
+
 @dataclass
-class _StageRun:
-    """One run of the passes of a stage."""
+class _Training:
+    """Forward and backward passes of a stage."""
 
     _stage: PipelineStage
     _batches: Sequence[PackedBatch]
     _loss_step: LossStep
     _context: Callable[[], AbstractContextManager[Any]]
     _start_backward: Callable[[Tensor], None]
-    _passes: Sequence[StagePass]
     _weights: DeferredWeights | None
     """Gradients that backward passes leave out; None: they compute all."""
-    _pending: deque[tuple[Tensor | None, Tensor]] = field(default_factory=deque, init=False)
-    """(received, output or loss) of the micro-batches that wait for their backward pass."""
+    _pending: dict[StagePass, tuple[Tensor | None, Tensor]] = field(default_factory=dict, init=False)
+    """(input, output or loss) of the forward passes, by the backward pass that they wait for."""
 
-    def run(self) -> None:
-        stage = self._stage
-        stage.begin()
-        for one in self._passes:
-            expected = None if one.expected is None else self._shape(one.expected)
-            self._prepare_fsdp(is_last=one is self._passes[-1])
-            if one.kind == "forward":
-                stage.after.post(self._forward(one.micro_batch), expected)
-            elif one.kind == "weights":
-                self._compute_weights()
-            elif (gradient := self._backward(one.micro_batch)) is not None:
-                stage.before.post(gradient, expected)
-        stage.before.settle()
-        stage.after.settle()
+    def make(self, one: StagePass, received: Tensor | None) -> Tensor | None:
+        """Run a pass. A forward pass returns hidden states or a loss, a backward pass the gradient of its input."""
+        self._prepare_fsdp(one)
+        if one.kind == "forward":
+            return self._forward(one, received)
+        if one.kind == "backward":
+            return self._backward(one, received)
+        self._compute_weights()
+        return None
 
-    def _shape(self, number: int) -> tuple[int, ...]:
-        return self._stage.shape(self._batches[number])
-
-    def _forward(self, number: int) -> Tensor:
-        """Return the hidden states for the next stage or, on the last stage, the loss."""
-        stage, batch = self._stage, self._batches[number]
-        received = stage.before.receive(self._shape(number))
+    def _forward(self, one: StagePass, received: Tensor | None) -> Tensor:
+        stage, batch = self._stage, self._batches[one.micro_batch]
         if received is not None:
             received.requires_grad_()
         with self._context():
-            if stage.is_last:
-                with stage.io.open(batch.input_ids, received):
-                    output = self._loss_step(stage.model, number)
+            if one.run == stage.last_run:
+                with stage.io.open(batch.input_ids, received, run=one.run):
+                    output = self._loss_step(stage.model, one.micro_batch)
             else:
-                output = stage.run_blocks(batch, received)
-        self._pending.append((received, output))
+                output = stage.run_blocks(batch, received, one.run)
+        self._pending[one._replace(kind="backward")] = received, output
         return output.detach()
 
-    def _backward(self, number: int) -> Tensor | None:
-        """Run a micro-batch's backward pass from its gradient or loss; return the gradient of its input."""
-        gradient = self._stage.after.receive(self._shape(number))
-        received, output = self._pending.popleft()
+    def _backward(self, one: StagePass, gradient: Tensor | None) -> Tensor | None:
+        received, output = self._pending.pop(one)
         if self._weights is not None:
             self._weights.begin_backward()
-        if self._stage.is_last:
+        if one.run == self._stage.last_run:
             self._start_backward(output)
         elif output.requires_grad:
             torch.autograd.backward(output, gradient)
@@ -247,10 +287,18 @@ class _StageRun:
             # own pipelines do.
             self._stage.model._get_fsdp_state()._root_post_backward_final_callback()
 
-    def _prepare_fsdp(self, *, is_last: bool) -> None:
+    def _prepare_fsdp(self, one: StagePass) -> None:
+        """Let FSDP reduce the gradients of blocks in the last pass of their run, and the others in the last of all."""
         model = self._stage.model
-        if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(is_last)
-            # No hook gathers the root's own weights for a backward pass that starts inside the model. So they stay
-            # gathered until the last one. Blocks free theirs after every use.
-            model.set_reshard_after_backward(is_last, recurse=False)
+        if not isinstance(model, FSDPModule):
+            return
+        kind = "backward" if self._weights is None else "weights"
+        ends_run = one.kind == kind and one.micro_batch == len(self._batches) - 1
+        is_last = ends_run and one.run == self._stage.index
+        model.set_requires_gradient_sync(is_last)
+        if ends_run:
+            for block in self._stage.blocks(one.run):
+                block.set_requires_gradient_sync(True)
+        # No hook gathers the root's own weights for a backward pass that starts inside the model. So they stay
+        # gathered until the last one. Blocks free theirs after every use.
+        model.set_reshard_after_backward(is_last, recurse=False)

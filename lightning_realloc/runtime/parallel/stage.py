@@ -2,14 +2,15 @@
 
 A stage is the whole model with the modules of other stages replaced by placeholders without parameters. Names, block
 indices and buffers (rotary frequencies) stay. So a reallocation finds every parameter under its name, and the model is
-called as usual. `pipeline` schedules the exchange of hidden states between stages.
+called as usual. A stage of several runs of blocks replaces those of its modules that a run does not use while it runs.
+`pipeline` schedules the exchange of hidden states between stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,19 @@ from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import ModelLayout
 from lightning_realloc.runtime.model.dry_run import Placeholder
 from lightning_realloc.runtime.model.structure import find_blocks, tied_names
+
+
+class _Child(NamedTuple):
+    """A place in the tree of modules."""
+
+    parent: nn.Module
+    name: str
+
+    def put(self, module: nn.Module | None) -> nn.Module | None:
+        """Put a module in this place, without FSDP's or torch's checks; return the one that was there."""
+        children: dict[str, nn.Module | None] = self.parent._modules
+        before, children[self.name] = children[self.name], module
+        return before
 
 
 class StageIO:
@@ -32,17 +46,27 @@ class StageIO:
         """(1, N, D) hidden states after the stage's last block; None before a pass and on the last stage."""
         self.has_entered_blocks = False
         """Whether the current pass has reached the first block, where the previous stage's hidden states enter."""
+        self.replaced: tuple[Mapping[_Child, nn.Module], ...] = ()
+        """For each run of blocks of the stage: modules of the stage that it does not use, and their placeholders."""
         self._input_ids: Tensor | None = None
         self._received: Tensor | None = None
 
     @contextmanager
-    def open(self, input_ids: Tensor, received: Tensor | None) -> Iterator[None]:
-        """Allow calls of the model inside the block, on these tokens only, with ``received`` as input of its blocks."""
+    def open(self, input_ids: Tensor, received: Tensor | None, *, run: int | None = None) -> Iterator[None]:
+        """Allow calls of the model inside the block, on these tokens only, with ``received`` as input of its blocks.
+
+        Args:
+            run: Run of blocks that the model consists of; None: the stage's first.
+        """
         self._input_ids, self._received = input_ids, received
         self.output, self.has_entered_blocks = None, False
+        replaced = self.replaced[0 if run is None else run // self.count]
+        own = {place: place.put(placeholder) for place, placeholder in replaced.items()}
         try:
             yield
         finally:
+            for place, module in own.items():
+                place.put(module)
             self._input_ids = self._received = None
 
     @property
@@ -139,24 +163,48 @@ def cut_stage(model: nn.Module, model_layout: ModelLayout, rank: int) -> None:
     """
     _refuse_indivisible(model, model_layout)
     layout = model_layout.layout
-    index = layout.coordinate(rank).pp
-    io = StageIO(index, layout.dims.pp, _hidden_size(model))
-    blocks = find_blocks(model)
-    own = model_layout.model.stage_blocks(layout.dims.pp)[index]
-    for number, (name, block) in enumerate(blocks):
-        if number not in own:
-            kind = {own.start - 1: _StageInput, own.stop: _StageOutput}.get(number, _Placeholder)
-            model.set_submodule(name, kind(block, io))
-    for name, stage in _modules_of_other_stages(model, model_layout, index):
-        replaced = model.get_submodule(name)
-        placeholder = (_InputPlaceholder if stage < index else _Placeholder)(replaced, io)
-        if _holds_tied_weight(replaced, name, model_layout, index):
-            # The weight keeps its names, and its module the class by which optimizers group parameters.
-            vars(replaced)["forward"] = placeholder.forward
-        else:
-            model.set_submodule(name, placeholder)
+    index, pp = layout.coordinate(rank).pp, layout.dims.pp
+    io = StageIO(index, pp, _hidden_size(model))
+    by_run = [_placeholders(model, model_layout, run, io) for run in range(index, layout.dims.num_runs, pp)]
+    unused = {
+        name: placeholder
+        for name, placeholder in by_run[0].items()
+        if all(_is_inside(name, replaced) for replaced in by_run)
+        # A tied weight keeps its names, and its module the class by which optimizers group parameters.
+        and not _holds(model.get_submodule(name), name, index, model_layout.stages)
+    }
+    io.replaced = tuple(
+        {_place(model, name): one for name, one in replaced.items() if unused.get(name) is not one}
+        for replaced in by_run
+    )
+    for name, placeholder in unused.items():
+        _place(model, name).put(placeholder)
     vars(model)["stage_io"] = io
     model.register_forward_pre_hook(io.check_call, with_kwargs=True)
+
+
+def _placeholders(model: nn.Module, model_layout: ModelLayout, run: int, io: StageIO) -> dict[str, _Placeholder]:
+    """Return a placeholder for every module that only other runs of blocks use."""
+    own = model_layout.model.stage_blocks(model_layout.layout.dims.num_runs)[run]
+    found: dict[str, _Placeholder] = {}
+    blocks = dict(find_blocks(model))
+    for number, (name, block) in enumerate(blocks.items()):
+        if number not in own:
+            kind = {own.start - 1: _StageInput, own.stop: _StageOutput}.get(number, _Placeholder)
+            found[name] = kind(block, io)
+    for name, other in _modules_of_other_runs(model, model_layout, run):
+        if name not in blocks:
+            found[name] = (_InputPlaceholder if other < run else _Placeholder)(model.get_submodule(name), io)
+    return found
+
+
+def _place(model: nn.Module, name: str) -> _Child:
+    parent, _, child = name.rpartition(".")
+    return _Child(model.get_submodule(parent), child)
+
+
+def _is_inside(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    return any(name == outer or name.startswith(f"{outer}.") for outer in modules)
 
 
 def get_stage_io(model: nn.Module) -> StageIO:
@@ -193,48 +241,44 @@ def _refuse_indivisible(model: nn.Module, model_layout: ModelLayout) -> None:
             )
     for module_name, module in model.named_modules():
         direct = [own for own, _ in module.named_parameters(recurse=False)]
-        if direct and len(_stages_that_run(module, module_name, model_layout)) > 1:
+        if direct and len(_runs_that_use(module, module_name, model_layout)) > 1:
             raise LayoutError(
                 f"pp={pp}: {module_name or name} holds the parameter {direct[0]!r} and modules of other stages, so "
                 "it cannot be replaced on one of them; move the parameter into a module of its own or use pp=1"
             )
 
 
-def _modules_of_other_stages(
+def _modules_of_other_runs(
     model: nn.Module, model_layout: ModelLayout, index: int, prefix: str = ""
 ) -> list[tuple[str, int]]:
-    """Return the outermost modules that only another stage runs, with that stage.
+    """Return the outermost modules that only another run of blocks uses, with that run.
 
-    One that holds a tied weight of this stage has no modules inside.
+    One that holds a tied weight of this run has no modules inside.
     """
     found = []
     for child_name, child in model.get_submodule(prefix).named_children():
         name = f"{prefix}.{child_name}" if prefix else child_name
-        stages = _stages_that_run(child, name, model_layout)
+        runs = _runs_that_use(child, name, model_layout)
         is_leaf = not any(True for _ in child.children())
-        if (
-            len(stages) == 1
-            and index not in stages
-            and (is_leaf or not _holds_tied_weight(child, name, model_layout, index))
-        ):
-            found.append((name, min(stages)))
-        elif stages - {index}:
-            found += _modules_of_other_stages(model, model_layout, index, name)
+        if len(runs) == 1 and index not in runs and (is_leaf or not _holds(child, name, index, model_layout.runs)):
+            found.append((name, min(runs)))
+        elif runs - {index}:
+            found += _modules_of_other_runs(model, model_layout, index, name)
     return found
 
 
-def _stages_that_run(module: nn.Module, name: str, model_layout: ModelLayout) -> set[int]:
-    """Return the stages that run parts of a module: the first one for embeddings, the last one for their tied head."""
+def _runs_that_use(module: nn.Module, name: str, model_layout: ModelLayout) -> set[int]:
+    """Return the runs that use parts of a module: the first one embeddings, the last one their tied head."""
     found = set()
     for parameter, _ in module.named_parameters(prefix=name, remove_duplicate=False):
         is_tied_name = model_layout.model.param(parameter).name != parameter
-        found.add(model_layout.stages(parameter)[-1 if is_tied_name else 0])
+        found.add(model_layout.runs(parameter)[-1 if is_tied_name else 0])
     return found
 
 
-def _holds_tied_weight(module: nn.Module, name: str, model_layout: ModelLayout, index: int) -> bool:
-    """Return whether this stage holds a parameter of a module that another stage runs."""
-    return any(index in model_layout.stages(parameter) for parameter, _ in module.named_parameters(prefix=name))
+def _holds(module: nn.Module, name: str, index: int, places: Callable[[str], tuple[int, ...]]) -> bool:
+    """Return whether the stage or run ``index`` is among the ``places`` of a module's parameters."""
+    return any(index in places(parameter) for parameter, _ in module.named_parameters(prefix=name))
 
 
 def _hidden_size(model: nn.Module) -> int:

@@ -138,11 +138,11 @@ class InferCalls:
             values = method(model, batch)
             return values if len(batch) == values.shape[0] != batch.num_tokens else batch.responses(values)
 
-        packs = self._context.mailbox.record.counted(self._context.pack(call, part) for part in parts)
+        packs, record = (self._context.pack(call, part) for part in parts), self._context.mailbox.record
         if replica.layout.dims.pp > 1:
             stage = PipelineStage(replica.model, replica.model_layout, self._context.pool.meshes)
-            return pipeline_infer(stage, packs, column_of)
-        return [column_of(replica.model, batch) for batch in packs]
+            return pipeline_infer(stage, list(packs), column_of, count=record.advance)
+        return [column_of(replica.model, batch) for batch in record.counted(packs)]
 
 
 def is_finite(column: Column) -> bool:

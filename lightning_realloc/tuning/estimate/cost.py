@@ -15,7 +15,7 @@ import numpy as np
 
 from lightning_realloc.dataflow.dataflow import CallKind
 from lightning_realloc.dataflow.execution_plan import CallPlan
-from lightning_realloc.dataflow.pipeline_schedule import idle_turns
+from lightning_realloc.dataflow.pipeline_schedule import ScheduleName, idle_turns
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.limits import MAX_CAPTURED_TOKENS
@@ -293,14 +293,16 @@ class CallCost:
         self, stage: Pass, sharding: float, count: int, send: float, *, waiting_share: float | None = None
     ) -> CallSeconds:
         """Return the seconds of ``count`` micro-batches, with the idle turns that fill and drain a pipeline."""
-        turns, waiting_turns = idle_turns("1f1b" if waiting_share is None else "zero_bubble", self.dims.pp, count)
+        pp, vpp = self.dims.pp, self.dims.vpp
+        schedule: ScheduleName = "1f1b" if waiting_share is None else "zero_bubble"
+        turns, waiting_turns = idle_turns(schedule, pp, count, vpp=vpp)
         waiting = (waiting_share or 0.0) * stage.total
         idle = turns * (stage.total - waiting + sharding) + waiting_turns * waiting
         return CallSeconds(
             compute=count * stage.compute,
             tensor_parallel=count * stage.exchange,
             sharding=count * sharding,
-            pipeline=idle + (count + turns) * send,
+            pipeline=idle + (count * vpp + pp - 1) * send,
         )
 
     # ---- communication

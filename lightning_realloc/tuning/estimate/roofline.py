@@ -110,7 +110,7 @@ class RooflineEstimator:
             num_experts=max(sizes.num_experts for sizes in ends),
             num_trained_experts=max(sizes.num_trained_experts for sizes in ends),
             num_tied=max(sizes.num_tied for sizes in ends),
-            stage_blocks=tuple(map(len, elements.role.model.stage_blocks(dims.pp))),
+            stage_blocks=elements.blocks_of_stages(dims),
             trained_share=elements.num_trained / elements.num_elements,
             dims=dims,
             place=place or self.place(plan.layout),

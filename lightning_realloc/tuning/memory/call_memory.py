@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from lightning_realloc.dataflow.dataflow import CallKind
 from lightning_realloc.dataflow.execution_plan import CallPlan
+from lightning_realloc.dataflow.pipeline_schedule import passes_held, passes_waiting
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.limits import (
     CHUNK_ELEMENTS,
@@ -310,9 +311,8 @@ class CallMemory:
     def _train(self) -> list[MemoryParts]:
         """Return the moments of a training call's last micro-batch, when the gradients of the others exist."""
         count, tokens, rows = self._micro_batches()
-        pipelined = self.sizes.dims.pp - self.sizes.stage
-        in_flight = min(count, pipelined) if self.sizes.dims.pp > 1 else 1
-        kept = in_flight * self._kept_activations(tokens) + self._waiting(count, tokens)
+        in_flight = passes_held(self.sizes.stage, self.sizes.dims.pp, count, vpp=self.sizes.dims.vpp)
+        kept = math.ceil(in_flight * self._kept_activations(tokens)) + self._waiting(count, tokens)
         master, sizes = self.settings.master_bytes, self.sizes
         block, root = sizes.trained_block * self.weight_bytes, sizes.trained_root * self.weight_bytes
         shards = sizes.num_trained_sharded * master
@@ -358,7 +358,8 @@ class CallMemory:
         if self.plan.pipeline_schedule == "1f1b" or self.role.shape is None:
             return 0
         each = tokens * self.role.shape.product_elements(self._tp) * self.activation_bytes
-        return min(count, self.sizes.stage) * self.sizes.num_blocks * each
+        waiting = passes_waiting(self.sizes.stage, count, vpp=self.sizes.dims.vpp)
+        return math.ceil(waiting * self.sizes.num_blocks * each)
 
     def _kept_activations(self, tokens: int) -> int:
         """Return the bytes that a pass keeps on the device: of offloaded activations, those that move."""

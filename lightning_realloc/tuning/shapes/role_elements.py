@@ -1,7 +1,8 @@
 """Count the elements of one role's tensors on the ranks of a layout, as `ModelLayout` cuts them.
 
 Parameters of equal shape and cuts form a family, of which one is cut for all. Families are counted by *place*: the
-input is place 0, block b is place b + 1, and the output is the last place. A pipeline stage has a range of places.
+input is place 0, block b is place b + 1, and the output is the last place. A pipeline stage has a range of places for
+each of its runs of blocks.
 Tied embeddings are families of their own, at place 0, which the first and the last stage hold.
 """
 
@@ -126,7 +127,7 @@ class RoleElements:
         self._fullest = cache(self._fullest_stages)
         self._shards_at = cache(self._cut_at)
         self.places = cache(self._place_stages)
-        """Degree pp -> the first place, and one past the last, of each stage and family: (2, stages, families)."""
+        """Degrees pp and vpp -> the first place, and one past the last: (2, runs of a stage, stages, families)."""
         self.shards = cache(self._cut_everywhere)
         """Degrees -> the shards of each family."""
 
@@ -151,17 +152,24 @@ class RoleElements:
             LayoutError: for degrees that do not fit the model.
         """
         return [
-            self._count(of_one_copy(dims), stage, 0) for stage in (range(dims.pp) if every else self._fullest(dims.pp))
+            self._count(of_one_copy(dims), stage, 0)
+            for stage in (range(dims.pp) if every else self._fullest(dims.pp, dims.vpp))
         ]
 
-    def _fullest_stages(self, pp: int) -> list[int]:
-        self._laid(ParallelDims(pp=pp))  # refuses more stages than blocks
+    def blocks_of_stages(self, dims: ParallelDims) -> tuple[int, ...]:
+        """Return the number of blocks of every pipeline stage."""
+        runs = self.role.model.stage_blocks(dims.num_runs)
+        return tuple(sum(map(len, runs[stage :: dims.pp])) for stage in range(dims.pp))
+
+    def _fullest_stages(self, pp: int, vpp: int) -> list[int]:
+        self._laid(ParallelDims(pp=pp, vpp=vpp))  # refuses more runs than blocks
         if pp == 1:
             return [0]
         tables = (self.counts, self.trained_counts, self.adapted_counts)
         kinds = np.unique(np.hstack([table[1:-1] for table in tables]), axis=0, return_inverse=True)[1].reshape(-1)
-        runs = self.role.model.stage_blocks(pp)
-        held = [np.bincount(kinds[run.start : run.stop], minlength=max(kinds) + 1) for run in runs]
+        runs = self.role.model.stage_blocks(pp * vpp)
+        counted = np.array([np.bincount(kinds[run.start : run.stop], minlength=max(kinds) + 1) for run in runs])
+        held = counted.reshape(vpp, pp, -1).sum(axis=0)
         kept = [0]
         for stage in range(1, pp - 1):  # an earlier stage keeps the activations of more micro-batches
             if not any((held[stage] <= held[earlier]).all() for earlier in kept):
@@ -182,7 +190,7 @@ class RoleElements:
             (other_begin, other_end), others = self._held(unlike, rank)
             equal = self.counts if trained_too else self.counts - self.trained_counts
             is_same = np.array([one == other for one, other in zip(shards, others, strict=True)])
-            common = count_between(equal, np.maximum(begin, other_begin), np.minimum(end, other_end))
+            common = count_common(equal, (begin, end), (other_begin, other_end))
             total -= common @ (sizes * is_same)
         return int(total)
 
@@ -190,16 +198,20 @@ class RoleElements:
         """Return the shape of each family's tensor on the first rank."""
         return [shard.shape for shard in self._shards_at(inside(dims), 0)]
 
-    def _place_stages(self, pp: int) -> IntArray:
-        runs = self.role.model.stage_blocks(pp)
+    def _place_stages(self, pp: int, vpp: int) -> IntArray:
+        runs = self.role.model.stage_blocks(pp * vpp)
         places = np.array([[run.start + (run.start > 0), run.stop + 1] for run in runs])
         places[-1, 1] += 1
-        of_ends = np.array([[0 if stage in (0, pp - 1) else 1, 1] for stage in range(pp)])
-        return np.where(self.on_ends, of_ends.T[..., None], places.T[..., None])
+        of_ends = np.array(
+            [[0 if number in (0, pp - 1) else 1, 1] for number in range(pp)] + [[1, 1]] * (len(runs) - pp)
+        )
+        found: IntArray = np.where(self.on_ends, of_ends.T[..., None], places.T[..., None])
+        return found.reshape(2, vpp, pp, len(self.on_ends))
 
     def _held(self, layout: Layout, rank: int) -> tuple[IntArray, tuple[LocalShard, ...]]:
         stage, position = _place_in(layout, rank)
-        return self.places(layout.dims.pp)[:, stage], self._shards_at(inside(layout.dims), position)
+        places = self.places(layout.dims.pp, layout.dims.vpp)
+        return places[:, :, stage], self._shards_at(inside(layout.dims), position)
 
     def _lay_out(self, dims: ParallelDims) -> ModelLayout:
         return ModelLayout(self._model, Layout(dims, tuple(range(dims.size))))
@@ -222,15 +234,15 @@ class RoleElements:
 
     def _count_rank(self, dims: ParallelDims, stage: int, position: int) -> RankElements:
         within = inside(dims)
-        self._laid(ParallelDims(pp=dims.pp))  # refuses more stages than blocks
+        self._laid(ParallelDims(pp=dims.pp, vpp=dims.vpp))  # refuses more runs than blocks
         longest = self._laid(within).layout.group(position, *Layout.shard_axes)[0]
         sharded = _sizes(self._shards_at(within, longest))  # other shards are padded to it
         whole = _sizes(self._shards_at(within, longest, True))
-        begin, end = self.places(dims.pp)[:, stage]
+        begin, end = self.places(dims.pp, dims.vpp)[:, :, None, stage]
         place = np.arange(len(self.counts))[:, None]
+        is_held = ((begin <= place) & (place < end)).any(axis=0)
         counts, trained_counts, adapted_counts = (
-            table * ((begin <= place) & (place < end))
-            for table in (self.counts, self.trained_counts, self.adapted_counts)
+            table * is_held for table in (self.counts, self.trained_counts, self.adapted_counts)
         )
         held, trained = counts @ whole, trained_counts @ whole
         return RankElements(
@@ -260,13 +272,13 @@ def elements_of(role: RoleMemory) -> RoleElements:
 @lru_cache(maxsize=4096)
 def inside(dims: ParallelDims) -> ParallelDims:
     """Return the degrees of one pipeline stage and one copy of the weights, which ``ep`` may spread over ``dp``."""
-    return replace(dims, pp=1, dp=max(1, dims.ep // dims.fsdp), cp=1)
+    return replace(dims, pp=1, vpp=1, dp=max(1, dims.ep // dims.fsdp), cp=1)
 
 
 @lru_cache(maxsize=4096)
 def of_one_copy(dims: ParallelDims) -> ParallelDims:
     """Return the degrees of all pipeline stages and one replica, which the elements of a rank depend on."""
-    return replace(inside(dims), pp=dims.pp)
+    return replace(inside(dims), pp=dims.pp, vpp=dims.vpp)
 
 
 def axis_positions(layout: Layout, axes: Sequence[str]) -> IntArray:
@@ -294,11 +306,20 @@ def count_between(counts: IntArray, begin: IntArray, end: IntArray) -> IntArray:
 
     Args:
         counts: Number of parameters at each place: (places, families).
+        begin: First place of each run of blocks: (runs, ..., families).
+        end: One past the last.
     """
     before = np.concatenate((np.zeros_like(counts[:1]), np.cumsum(counts, axis=0)))
     family = np.arange(counts.shape[1])
-    found: IntArray = before[np.maximum(begin, end), family] - before[begin, family]
+    found: IntArray = (before[np.maximum(begin, end), family] - before[begin, family]).sum(axis=0)
     return found
+
+
+def count_common(counts: IntArray, one: tuple[IntArray, IntArray], other: tuple[IntArray, IntArray]) -> IntArray:
+    """Return the number of parameters in both of two sets of places, each as in `count_between`."""
+    begin, end = np.maximum(one[0][:, None], other[0]), np.minimum(one[1][:, None], other[1])
+    pairs = len(begin) * len(begin[0])
+    return count_between(counts, begin.reshape(pairs, *begin.shape[2:]), end.reshape(pairs, *end.shape[2:]))
 
 
 def _sizes(shards: Sequence[LocalShard]) -> IntArray:

@@ -24,6 +24,7 @@ from lightning_realloc.tuning.shapes.role_elements import (
     Shards,
     axis_positions,
     count_between,
+    count_common,
     inside,
 )
 
@@ -163,7 +164,7 @@ class _Mesh(NamedTuple):
     position: IntArray
     """Position of each rank within its stage and replica."""
     begin: IntArray
-    """First place of each family that each rank's stage holds: (ranks, families)."""
+    """First place of each family in each run of blocks of each rank's stage: (runs, ranks, families)."""
     end: IntArray
     """One past the last such place."""
 
@@ -172,12 +173,12 @@ class _Mesh(NamedTuple):
         """Return the arrays of a layout."""
         ranks = np.array(layout.ranks)
         stage, position = (axis_positions(layout, axes) for axes in (layout.stage_axes, layout.weight_axes))
-        begin, end = elements.places(layout.dims.pp)[:, stage]
+        begin, end = elements.places(layout.dims.pp, layout.dims.vpp)[:, :, stage]
         return cls(ranks, position, begin, end)
 
     def is_first(self, shard: IntArray, nodes: IntArray, family: int) -> NDArray[np.bool_]:
         """Return, for each rank, whether it is the first on its node with its places and its shard of a family."""
-        keys = (nodes * (self.end.max() + 1) + self.begin[:, family]) * (shard.max() + 1) + shard
+        keys = (nodes * (self.end.max() + 1) + self.begin[0, :, family]) * (shard.max() + 1) + shard
         _, first = np.unique(keys, return_index=True)
         result = np.zeros(len(self.ranks), dtype=np.bool_)
         result[first] = True
@@ -190,8 +191,8 @@ def _shards(elements: RoleElements, one: Layout, other: Layout) -> Iterator[tupl
 
 def _count_common(counts: IntArray, one: _Mesh, ranks: IntArray, other: _Mesh, others: IntArray) -> IntArray:
     """Return the number of parameters of each family that the stages of each pair of ranks share."""
-    begin = np.maximum(one.begin[ranks], other.begin[others])
-    return count_between(counts, begin, np.minimum(one.end[ranks], other.end[others]))
+    mine, theirs = (one.begin[:, ranks], one.end[:, ranks]), (other.begin[:, others], other.end[:, others])
+    return count_common(counts, mine, theirs)
 
 
 def _neighbours(after: IntArray, before: IntArray, nodes: int) -> tuple[IntArray, IntArray]:

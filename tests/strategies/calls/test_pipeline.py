@@ -15,6 +15,7 @@ from lightning_realloc.layout import Layout
 from lightning_realloc.runtime.forward.deferred_weights import DeferredWeights
 from lightning_realloc.strategies.calls.native_engines import NativeEngines
 from tests.matrices import matrix
+from tests.models import tiny_model
 from tests.strategies import runs
 from tests.strategies.runs import Batches, Outcome, calls
 from tests.strategies.test_realloc import assert_same, on_ranks, run_grpo, run_sft
@@ -39,9 +40,10 @@ def run_sft_noting_deferred(plan: Any, settings: dict[str, Any], batches: Batche
 @pytest.mark.parametrize("layout", matrix(["pp2.fsdp2", "pp2.dp2", "pp2.tp2@3,1,2,0"], "pp2.tp2@3,1,2,0"))
 def test_sft_gives_the_same_results_through_stages(workers: WorkerPool, layout: str) -> None:
     batches = Batches(2, responses=True)
-    settings = {"train_options": runs.options(micro_batch_tokens=18, max_grad_norm=0.05)}
+    actor = tiny_model("llama", num_hidden_layers=4)
+    settings = {"actor": actor, "train_options": runs.options(micro_batch_tokens=18, max_grad_norm=0.05)}
     (one,) = on_ranks(workers, run_sft, ["heuristic"], settings, batches, 1)
-    (two,) = on_ranks(workers, run_sft, [calls(actor_train="pp2")], settings, batches, 2)
+    (two,) = on_ranks(workers, run_sft, [calls(actor_train="pp2.vpp2")], settings, batches, 2)
     assert_same(two, one)
     plan = calls(actor_train={"layout": layout, "pipeline_schedule": "zero_bubble"})
     everyone = workers.run(
@@ -67,10 +69,11 @@ def test_grpo_trains_and_generates_through_stages(workers: WorkerPool, number: i
     assert_same(outcome, one, weights=1e-5)
 
 
-def test_generation_on_parts_of_rows_is_refused() -> None:
-    plan = ExecutionPlan.from_mapping(calls(actor_train="cp2.tp2", actor_generate="cp2@0-1", reference_infer="cp2@2-3"))
+@pytest.mark.parametrize(("generate", "named"), [("cp2@0-1", "cp"), ("pp2.vpp2@0-1", "vpp")])
+def test_generation_on_parts_of_rows_or_in_interleaved_stages_is_refused(generate: str, named: str) -> None:
+    plan = ExecutionPlan.from_mapping(calls(actor_train="cp2.tp2", actor_generate=generate, reference_infer="cp2@2-3"))
 
-    with pytest.raises(PlanError, match=r"calls.actor.generate: layout cp2@0-1 has cp=2, .*train and infer with cp"):
+    with pytest.raises(PlanError, match=rf"calls.actor.generate: layout {generate} has {named}=2, .*with {named}, gen"):
         plan.check(runs.grpo().dataflow, 4)
 
 

@@ -96,7 +96,8 @@ def test_degrees_are_those_that_model_kind_nodes_and_rows_allow(
         return iter(Layout(dims, tuple(range(num_ranks))).groups("cp", "tp"))
 
     degrees = [degree for degree in range(1, num_ranks + 1) if num_ranks % degree == 0]
-    products = (ParallelDims(*chosen) for chosen in itertools.product(degrees, repeat=len(AXES)))
+    chosen = itertools.product(degrees, repeat=len(AXES))
+    products = (ParallelDims(**dict(zip(AXES, each, strict=True))) for each in chosen)
     fitting = (dims for dims in products if dims.size == num_ranks)
     expected = {one for dims in fitting for ep in dims.expert_degrees if is_legal(one := replace(dims, ep=ep))}
     found = legal_dims(model, kind, num_ranks, cluster(3, 8), options)

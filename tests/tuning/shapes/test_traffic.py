@@ -37,7 +37,8 @@ def layouts(draw: st.DrawFn, most_tp: int = 8) -> Layout:
     while pp * fsdp * tp > 16:
         pp, fsdp, tp = (pp, fsdp // 2, tp) if fsdp > 1 else (pp // 2, fsdp, tp)
     dp = draw(st.sampled_from([n for n in DEGREES if pp * fsdp * tp * n <= 16]))
-    dims = ParallelDims(pp=pp, dp=dp, fsdp=fsdp, tp=tp)
+    vpp = draw(st.sampled_from((1, 2))) if pp == 2 else 1
+    dims = ParallelDims(pp=pp, vpp=vpp, dp=dp, fsdp=fsdp, tp=tp)
     first = draw(st.integers(0, 16 - dims.size))
     ranks = range(first, first + dims.size)
     return Layout(dims, tuple(draw(st.permutations(ranks)) if draw(st.booleans()) else ranks))
@@ -48,7 +49,7 @@ def fitting(role: RoleMemory, layout: Layout) -> Layout:
     dims = layout.dims
     if role.model.tp_refusal is None:
         return layout
-    return Layout(ParallelDims(pp=dims.pp, dp=dims.dp * dims.tp, fsdp=dims.fsdp), layout.ranks)
+    return Layout(ParallelDims(pp=dims.pp, vpp=dims.vpp, dp=dims.dp * dims.tp, fsdp=dims.fsdp), layout.ranks)
 
 
 @given(role=ROLES, source=layouts(), target=layouts())
@@ -90,13 +91,13 @@ def test_only_trained_parameters_move_if_replicas_keep_the_others() -> None:
 @settings(max_examples=80, deadline=None)
 def test_where_degrees_divide_all_sizes_the_fullest_rank_has_even_shares(role: RoleMemory, layout: Layout) -> None:
     dims, model = layout.dims, role.model
-    runs = model.stage_blocks(dims.pp)
+    runs = model.stage_blocks(dims.num_runs)
     stages = [0.0] * dims.pp
     for param in model.params:
         stage = next((i for i, run in enumerate(runs) if param.block in run), 0 if param.section == "input" else -1)
         # Under tp=4 and tp=8, two and four ranks hold each of the two key-value heads.
         degree = 1 if param.tensor_cut is None else min(dims.tp, 2) if param.tensor_cut.replicate_units else dims.tp
-        stages[stage] += param.numel / degree / dims.fsdp
+        stages[stage % dims.pp] += param.numel / degree / dims.fsdp
     elements, firsts = RoleElements(role), layout.group(layout.ranks[0], *layout.stage_axes)
     assert [elements.on_rank(layout, rank).num_sharded for rank in firsts] == stages
 
