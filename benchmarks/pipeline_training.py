@@ -4,7 +4,7 @@ The passes of a tiny model last as long as an accelerator would take: every bloc
 long backward, and as long for the gradients of its weights. Ranks, messages, losses and gradients are real. There is no
 FSDP and no optimizer. A schedule's formula is that of `idle_turns`.
 
-The schedules take turns. Their gradients are compared.
+Schedules take turns, with one run of blocks for each stage and with two (`vpp2`). Gradients of schedules are compared.
 
 Run ``python -m benchmarks.pipeline_training``.
 """
@@ -12,6 +12,7 @@ Run ``python -m benchmarks.pipeline_training``.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -49,6 +50,8 @@ PASS_S = 0.1
 MOST_IDLE_ABOVE_FORMULA = 0.1
 """Largest difference of a measured idle share from its formula."""
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+NUM_RUNS = (1, 2)
+"""Runs of blocks of each stage."""
 
 
 @dataclass
@@ -101,6 +104,7 @@ class Arm:
     """The stage of one rank."""
 
     def __init__(self, layout: Layout, meshes: MeshRegistry) -> None:
+        self.vpp = layout.dims.vpp
         torch.manual_seed(0)
         config = LlamaConfig(
             vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=NUM_LAYERS, num_attention_heads=2,
@@ -127,7 +131,7 @@ class Arm:
         compute = DeferredWeights.compute_oldest
 
         def paced(weights: DeferredWeights) -> None:
-            self.clock.begin(self.num_blocks * PASS_S)
+            self.clock.begin(self.num_blocks / self.vpp * PASS_S)
             compute(weights)
             self.clock.end()
 
@@ -153,21 +157,22 @@ def work(rank: int, size: int, counts: Sequence[int], num_turns: int, answers: C
     """Measure all schedules in turns; the first rank sends for each number of micro-batches the seconds of each."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    layout, meshes = Layout.parse(f"pp{size}"), MeshRegistry("cpu")
-    meshes.create([layout])
-    arm = Arm(layout, meshes)
-    arm.train("zero_bubble", packed_rows(size))  # warms up
+    layouts, meshes = [Layout.parse(f"pp{size}.vpp{vpp}") for vpp in NUM_RUNS], MeshRegistry("cpu")
+    meshes.create(layouts)
+    arms = {layout.dims.vpp: Arm(layout, meshes) for layout in layouts}
+    for arm in arms.values():
+        arm.train("zero_bubble", packed_rows(size))  # warms up
+    cases = [(vpp, schedule) for vpp in NUM_RUNS for schedule in SCHEDULES]
     for count in counts:
         torch.manual_seed(count)
         batches, turns = packed_rows(count), []
         for number in range(num_turns):
-            order = SCHEDULES if number % 2 else SCHEDULES[::-1]
-            made = {schedule: arm.train(schedule, batches) for schedule in order}
-            turns.append({schedule: seconds for schedule, (seconds, _) in made.items()})
-        usual, *others = (made[schedule][1] for schedule in SCHEDULES)
+            made = {case: arms[case[0]].train(case[1], batches) for case in (cases if number % 2 else cases[::-1])}
+            turns.append({case: seconds for case, (seconds, _) in made.items()})
+        pairs = [(made[vpp, "1f1b"][1], made[vpp, "zero_bubble"][1]) for vpp in NUM_RUNS]
         error = max(
             float((other[name] - usual[name]).abs().max() / usual[name].abs().max())
-            for other in others
+            for usual, other in pairs
             for name in usual
         )
         error = max_over_ranks(error)
@@ -188,17 +193,17 @@ def main(arguments: list[str] | None = None) -> int:
         stage_s = PASS_S * NUM_LAYERS / size
         for count, error, turns in results:
             busy_s = 3 * count * stage_s
-            for schedule in SCHEDULES:
-                seconds = median(turn[schedule] for turn in turns)
-                waits, weight_waits = idle_turns(schedule, size, count)
+            for vpp, schedule in itertools.product(NUM_RUNS, SCHEDULES):
+                seconds = median(turn[vpp, schedule] for turn in turns)
+                waits, weight_waits = idle_turns(schedule, size, count, vpp=vpp)
                 formula_s = (2 * waits + weight_waits) * stage_s
                 idle, formula = 1 - busy_s / seconds, formula_s / (busy_s + formula_s)
-                speedup = median(turn["1f1b"] / turn[schedule] for turn in turns)
+                speedup = median(turn[1, "1f1b"] / turn[vpp, schedule] for turn in turns)
                 report.add_row(
-                    stages=size, micro_batches=count, schedule=schedule, seconds=seconds, idle_share=idle,
+                    stages=size, micro_batches=count, vpp=vpp, schedule=schedule, seconds=seconds, idle_share=idle,
                     formula=formula, times_1f1b=speedup,
                 )  # fmt: skip
-                name = f"{schedule}, {size} stages, {count} micro-batches"
+                name = f"{schedule}, pp{size}.vpp{vpp}, {count} micro-batches"
                 report.require_at_most(f"idle share above its formula, {name}", idle - formula, MOST_IDLE_ABOVE_FORMULA)
             report.require_at_most(f"difference of gradients, {size} stages, {count} micro-batches", error, 1e-5)
     return report.finish(options)
