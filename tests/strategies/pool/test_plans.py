@@ -133,7 +133,8 @@ def _draw_plan(family: str, seed: int, world_size: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", matrix(range(60), 9, 12))  # both on six ranks; together they have every axis
+# Both on six ranks; together they have every axis. The first trains both models with experts divided by ep.
+@pytest.mark.parametrize("seed", matrix(range(60), 9, 12))
 def test_random_plans_give_the_results_of_one_rank(workers: WorkerPool, seed: int) -> None:
     family, world_size = ("llama", "mixtral")[seed % 2], (6, 8)[seed // 2 % 2]
     _check_plan(workers, family, _draw_plan(family, seed, world_size), world_size)
