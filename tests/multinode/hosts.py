@@ -18,7 +18,6 @@ from types import TracebackType
 from typing import IO
 
 _INTERFACE = "eth0"
-_BURST = "512k"
 
 
 class UnavailableError(Exception):
@@ -74,10 +73,12 @@ class Hosts:
     Args:
         count: Number of hosts, at most 9.
         rate: Bandwidth at which each sends, in `tc`'s units.
+        burst: Bytes that each may send at once after a pause, in `tc`'s units. Fast links need much.
     """
 
     count: int
     rate: str = "1gbit"
+    burst: str = "512k"
     hosts: list[Host] = field(default_factory=list)
 
     def __enter__(self) -> list[Host]:
@@ -108,7 +109,7 @@ class Hosts:
         _run(*inside, "address", "add", f"{host.address}/24", "dev", _INTERFACE)
         _run(*inside, "link", "set", _INTERFACE, "up")
         _run(*inside, "link", "set", "lo", "up")
-        limit = ("root", "tbf", "rate", self.rate, "burst", _BURST, "latency", "100ms")
+        limit = ("root", "tbf", "rate", self.rate, "burst", self.burst, "latency", "100ms")
         _run("ip", "netns", "exec", host.namespace, "tc", "qdisc", "add", "dev", _INTERFACE, *limit)
 
     def __exit__(
