@@ -234,9 +234,9 @@ class TrainCalls:
         Dropout then draws the same masks again. Collective over the layout.
         """
         replica, device = job.replica, self._context.device
-        packs = (
+        packs = [
             replace(self._pack(job, micro, sums), expert_counts=None, expert_loads=None) for micro in micro_batches
-        )
+        ]
         precision = self._hooks.forward_context(wrapped=isinstance(replica.model, FSDPModule))
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad(), precision:
             if replica.layout.dims.pp > 1:
