@@ -12,6 +12,7 @@ import pytest
 from benchmarks.search import PPO, main, ppo, small_instance
 from benchmarks.search_baseline import every_state, metropolis_hastings
 from benchmarks.toy_estimator import decoder
+from lightning_realloc.layout import Layout
 from lightning_realloc.tuning.search.local import SearchProgress
 from lightning_realloc.tuning.search.problem import Problem
 from lightning_realloc.tuning.search.space import CallOptions, legal_dims, rank_sets
@@ -36,8 +37,12 @@ def test_every_combination_of_legal_plans_is_tried_once() -> None:
     counts = []
     for call in problem.calls:
         model, cluster = problem.models[call.role], problem.cluster
-        legal = sum(len(legal_dims(model, call.kind, ranks.size, cluster)) for ranks in rank_sets(cluster))
-        counts.append(legal * len(problem.options.plans(call.kind, problem.tables[0][1][0].plan.layout)))
+        layouts = [
+            Layout(dims, ranks.ranks)
+            for ranks in rank_sets(cluster)
+            for dims in legal_dims(model, call.kind, ranks.size, cluster)
+        ]
+        counts.append(sum(len(problem.options.plans(call.kind, layout)) for layout in layouts))
     states = [
         (tuple((choice.option.dims, choice.ranks, choice.option.plan) for choice in state), offload)
         for state, offload in every_state(problem)
@@ -47,7 +52,7 @@ def test_every_combination_of_legal_plans_is_tried_once() -> None:
 
 
 def test_the_random_walk_finds_no_plan_better_than_the_best_of_all() -> None:
-    problem = problem_of(1)
+    problem = problem_of(5)
     best = min(problem.score(*one) for one in every_state(problem))
     progress = SearchProgress(itertools.count().__next__, 1e9, 3000)
     metropolis_hastings(problem, random.Random(0), progress)

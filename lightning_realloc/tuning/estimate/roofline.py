@@ -185,7 +185,8 @@ class RooflineEstimator:
         """Return all that the bytes of a call depend on. Plans with other numbers of replicas often have the same."""
         layout, kind, load = plan.layout, self.dataflow.call(call).kind, self.tokens.workload
         shape = CallShape.from_plan(kind, plan, load, load.longest)
-        if kind != "generate":  # a stage holds as many micro-batches as come after it, and gradients from the second on
+        # A stage holds as many micro-batches as come after it, with vpp more, and gradients from the second on.
+        if kind != "generate" and layout.dims.vpp == 1:
             most = max(2, layout.dims.pp) * shape.micro_batch
             shape = replace(shape, share=min(shape.share, most), num_steps=1)
         division = (layout.dims.cp, layout.has_replicas, layout.data_parallel_size > 1)

@@ -147,6 +147,7 @@ def train_narrow_modules() -> list[Any]:
         trainer, log = runs.trainer(ReallocStrategy("static"), 1, precision=precision), Log()
         logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
         logger.addHandler(log)
+        logger.setLevel(logging.INFO)
         trainer.fit(module, Batches(1))
         logger.removeHandler(log)
         dtypes = {name: str(next(model.parameters()).dtype) for name, model in module.models().items()}
