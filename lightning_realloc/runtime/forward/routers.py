@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
 
 from lightning_realloc.batch.balance_loss import BalanceLoss
 from lightning_realloc.batch.packing import PackedBatch
@@ -27,7 +26,7 @@ from lightning_realloc.runtime.forward.token_group import RowDivision
 from lightning_realloc.runtime.model.adapter_layers import adapted_layers
 from lightning_realloc.runtime.model.choice_biases import choice_biases
 from lightning_realloc.runtime.model.stacked_experts import is_router
-from lightning_realloc.runtime.model.structure import find_blocks
+from lightning_realloc.runtime.model.structure import find_blocks, find_transformers_model
 
 _ARGUMENT = "routed_pass"
 _FORMULA = "load_balancing_loss_func"
@@ -220,7 +219,7 @@ def install_routers(model: nn.Module) -> Routers | None:
 
     Copies of the model and its pipeline stages keep this.
     """
-    holder = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    holder = find_transformers_model(model)
     if holder is None or (known := routers_of(model)) is not None:
         return None if holder is None else known
     found = _find_routers(model)
@@ -259,7 +258,7 @@ def balance_weight(model: nn.Module, asked: float | None, role: str) -> float:
     Raises:
         ConfigError: for a model whose loss is not known here.
     """
-    hf_model = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    hf_model = find_transformers_model(model)
     modules = () if hf_model is None else [sys.modules.get(kind.__module__) for kind in type(hf_model).__mro__]
     has_formula = any(hasattr(module, _FORMULA) for module in modules)
     if asked is None:

@@ -41,9 +41,7 @@ class NativeEngines(EngineFactory):
             return self._build_staged(replica, peers, max_slots, updates)
         context, algorithm, options = self._context, self._algorithm, self._algorithm.generation_options
         lockstep = self._lockstep(replica)
-        drafter = self._drafter(replica)
-        if drafter is not None:
-            drafter.has_listeners = bool(peers)
+        drafter = self._drafter(replica, peers)
         # Ranks that gather a model's blocks together make every step together: moving samples would gain nothing.
         moves = self._moves(peers) if lockstep is None else None
         engine = GenerationEngine(
@@ -77,9 +75,7 @@ class NativeEngines(EngineFactory):
     ) -> ReplicaEngine:
         """Return the engine of a pipeline's stage."""
         link, lockstep = self._link(replica), self._lockstep(replica)
-        drafter = self._drafter(replica) if link.is_last else None
-        if drafter is not None:
-            drafter.has_listeners = bool(peers)
+        drafter = self._drafter(replica, peers) if link.is_last else None
         taken = None if adapter_config(replica.model) is not None else updates
         engine = self._stage(replica, link, max_slots, lockstep=lockstep, drafter=drafter, updates=taken)
         return ReplicaEngine(
@@ -165,14 +161,21 @@ class NativeEngines(EngineFactory):
 
         return Peers(self._context.mailbox, self._context.rank, peers, "all" if setting == "all" else "queued")
 
-    def _drafter(self, replica: Replica) -> Drafter | None:
-        """Return a drafter for a replica: one of an earlier plan, if there is one; None without speculation.
+    def _drafter(self, replica: Replica, peers: tuple[int, ...]) -> Drafter | None:
+        """Return a drafter for a replica, which reports to ``peers``; None without speculation."""
+        if self._algorithm.speculation is None:
+            return None
+        drafter = self._new_or_kept_drafter(replica)
+        drafter.has_listeners = bool(peers)
+        return drafter
+
+    def _new_or_kept_drafter(self, replica: Replica) -> Drafter:
+        """Return a drafter of an earlier plan, if there is one.
 
         Tensor-parallel ranks start anew. They must draft alike, and drafters of other ranks learnt in another order.
         """
         speculation = self._algorithm.speculation
-        if speculation is None:
-            return None
+        assert speculation is not None, "asked only with speculation"
         from lightning_realloc.generation.speculative.registry import build_drafter
 
         group = self._context.pool.meshes.tensor_group(replica.layout)
