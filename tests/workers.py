@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import logging
 import os
 import pickle
 import random
@@ -20,6 +21,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from multiprocessing import get_context, parent_process
@@ -336,10 +338,24 @@ def _process_state(environment: Mapping[str, str]) -> Iterator[None]:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     try:
-        yield
+        with warnings.catch_warnings(), _loggers():
+            yield
     finally:
         os.chdir(directory)
         os.environ.clear()
         os.environ.update(saved)
         torch.set_default_dtype(torch.float32)
         torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def _loggers() -> Iterator[None]:
+    """Give loggers their levels, filters and handlers back: a run may have hidden lines that the next one looks for."""
+    loggers = [one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)]
+    saved = [(one, one.level, one.disabled, one.filters[:], one.handlers[:]) for one in (logging.root, *loggers)]
+    try:
+        yield
+    finally:
+        for one, level, is_disabled, filters, handlers in saved:
+            one.setLevel(level)
+            one.disabled, one.filters[:], one.handlers[:] = is_disabled, filters, handlers
