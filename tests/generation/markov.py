@@ -26,6 +26,8 @@ def markov_text(num_rows: int, length: int, *, seed: int) -> Tensor:
 
 
 @cache
+@torch.inference_mode(False)  # its first caller may generate: the model is the same for all
+@torch.enable_grad()
 def trained_model(hidden_size: int, num_layers: int, *, steps: int, seed: int = 0) -> PreTrainedModel:
     """Return a float32 model trained on Markov text for ``steps`` steps."""
     config = LlamaConfig(
