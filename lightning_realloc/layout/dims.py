@@ -81,7 +81,8 @@ class ParallelDims:
         if self.ep > 1 and self.ep not in self.expert_degrees:
             raise LayoutError(
                 f"ep={self.ep} must divide fsdp={self.fsdp}, or be a multiple of it that divides dp*fsdp="
-                f"{self.dp * self.fsdp}; use ep in {self.expert_degrees}"
+                f"{self.dp * self.fsdp}; use ep in {self.expert_degrees}, or an fsdp that ep divides, as in "
+                f"fsdp{self.ep}.ep{self.ep}"
             )
 
     @property

@@ -269,8 +269,8 @@ class ModelLayout:
                 count = self.layout.count(*cut.axes)
                 rule = None if count == 1 else cut.refusal(param.shape, count)
                 if rule is not None:
-                    largest = self.model.allowed_counts(cut.axes, count)[-1]
-                    raise LayoutError(f"{param.name}: {rule}; use {'*'.join(cut.axes)}={largest}")
+                    allowed = self.model.allowed_counts(cut.axes, count)
+                    raise LayoutError(f"{param.name}: {rule}; use {'*'.join(cut.axes)} in {allowed}")
 
     def _check_experts(self) -> None:
         dims = self.layout.dims
@@ -278,8 +278,11 @@ class ModelLayout:
             raise LayoutError(f"ep={dims.ep} is impossible for this model: {self.model.ep_refusal}; use ep=1")
         possible = self.model.expert_parallel_degrees(dims.expert_degrees[-1]) if dims.ep > 1 else (1,)
         if dims.ep not in possible:
-            legal = tuple(degree for degree in dims.expert_degrees if degree in possible)
-            raise LayoutError(f"ep={dims.ep} must divide the number of experts of every layer; use ep in {legal}")
+            cuts = ((param, cut) for param in self.model.params for cut in param.cuts if cut.axes == ExpertCut.axes)
+            name, rule = next((param.name, rule) for param, cut in cuts if (rule := cut.refusal(param.shape, dims.ep)))
+            here = tuple(degree for degree in dims.expert_degrees if degree in possible)
+            others = "" if here == possible else f", or with other degrees of dp and fsdp in {possible}"
+            raise LayoutError(f"{name}: {rule}; use ep in {here}{others}")
 
     def _check_pipeline(self) -> None:
         pp = self.layout.dims.pp

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import re
 from dataclasses import fields, replace
 
 import pytest
@@ -58,8 +59,11 @@ def test_ranks_that_divide_experts_get_equal_shares() -> None:
     assert EXPERTS.expert_parallel_degrees(8) == (1, 2, 4)
     assert SMALL.expert_parallel_degrees(8) == (1,)
     assert lay("dp2.fsdp2.ep4", EXPERTS).gathered_shard("model.layers.0.experts.down_proj", 2).shape == (1, 12, 10)  # type: ignore[union-attr]
-    with pytest.raises(LayoutError, match=r"ep=3 must divide the number of experts of every layer; use ep in \(1,\)"):
+    rule = "ep=3 must divide the 4 experts; use ep in (1,), or with other degrees of dp and fsdp in (1, 2)"
+    with pytest.raises(LayoutError, match=re.escape(rule)):
         lay("fsdp3.ep3", EXPERTS)
+    with pytest.raises(LayoutError, match=r"ep=8 must divide the 4 experts; use ep in \(1, 2, 4\)$"):
+        lay("fsdp8.ep8", EXPERTS)
     with pytest.raises(LayoutError, match=r"ep=2 is impossible for this model: it has no experts; use ep=1"):
         lay("fsdp2.ep2")
     assert lay("fsdp2.ep2", EXPERTS).subset({"model.layers.0.gate.weight"}).names(1) == ("model.layers.0.gate.weight",)
@@ -173,16 +177,16 @@ def test_degrees_that_leave_a_rank_without_heads_are_refused() -> None:
         lay("tp6")
     assert str(refusal.value) == (
         "model.layers.0.self_attn.q_proj.weight: tp=6 must not exceed the number of heads or units along dim 0 (4), "
-        "so that every rank gets one; use tp=4"
+        "so that every rank gets one; use tp in (1, 2, 3, 4)"
     )
     assert lay("tp3").local_shape("model.layers.0.self_attn.k_proj.weight", 2) == (3, 12)
     by_input = sharded(TensorParallelCut(1, 2))  # readers of these heads do not share them
     read = ModelSpec((ParamSpec("k", (6, 4), by_input, block=0),), 1)
-    with pytest.raises(LayoutError, match=r"k: tp=3 must not exceed .* along dim 1 \(2\).*use tp=2"):
+    with pytest.raises(LayoutError, match=r"k: tp=3 must not exceed .* along dim 1 \(2\).*use tp in \(1, 2\)"):
         lay("tp3", read)
     cut = TensorParallelCut(0, 8, True, (8, 4, 4), num_groups=2)
     fused = ModelSpec((ParamSpec("qkv", (16, 4), sharded(cut), block=0),), 1)
-    with pytest.raises(LayoutError, match=r"qkv: tp=3 must divide the heads .* dim 0 \(4, 2, 2\); use tp=2"):
+    with pytest.raises(LayoutError, match=r"qkv: tp=3 must divide the heads .* dim 0 \(4, 2, 2\); use tp in \(1, 2\)"):
         lay("tp3", fused)
 
 
