@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -25,6 +26,9 @@ MODEL_CALLS = {
 }  # fmt: skip
 SCHEDULES = ("1f1b", "zero_bubble")
 DEADLINE_S = 120.0
+NAMES = ("llama", "mixtral")
+NUM_BLOCKS = {4: 2, 6: 2, 8: 4}
+"""Number of ranks -> blocks of the models."""
 # Plain gradient descent: AdamW turns rounding of a tiny gradient into a whole step.
 SETTINGS = {
     "optimizer": partial(SGD, lr=0.2),
@@ -55,30 +59,38 @@ HAND_PICKED = {
     "overlapping teams": _plan("tp4", "dp3@1-3", "dp2@0,3", "tp2@1-2", "dp2.fsdp2", "tp2@2-3"),
     "training on the last rank": _plan("dp4", "dp4", "dp4", "dp4", "dp1@3", "dp1@3"),
 }
+ON_EIGHT_RANKS = {
+    "stages that generate": _plan("pp2.dp4", "cp2.tp2@4-7", "fsdp2.tp2@0-3", "dp2@2,6", "pp2.fsdp2.tp2", "fsdp4@4-7"),
+    "runs of blocks": _plan(
+        "pp4.tp2", "pp2.vpp2.dp2@0-3", "pp2.vpp2.cp2@4-7", "tp2@1,5", "pp2.vpp2.fsdp2.tp2", "pp4.fsdp2"
+    ),
+}
 
 
-def run_ppo(family: str, plan: Any) -> tuple[runs.Outcome, dict[str, Tensor]]:
+def run_ppo(family: str, num_blocks: int, plan: Any) -> tuple[runs.Outcome, dict[str, Tensor]]:
     """Train PPO with models of a family for two iterations under a plan; also return the critic's weights."""
-    strategy = ReallocStrategy(plan)
-    actor, reference, critic = (tiny_model(family, seed=seed) for seed in range(3))
-    models = {"actor": actor, "reference": reference, "critic": critic, "reward": tiny_scorer("llama", seed=5)}
+    strategy, blocks = ReallocStrategy(plan), {"num_hidden_layers": num_blocks}
+    actor, reference, critic = (tiny_model(family, seed=seed, **blocks) for seed in range(3))
+    reward = tiny_scorer("llama", seed=5, **blocks)
+    models = {"actor": actor, "reference": reference, "critic": critic, "reward": reward}
     module = runs.ppo(**models, **SETTINGS)
     outcome = runs.train(module, strategy, runs.world_size(), Batches(2))
     return outcome, strategy.full_weights("critic")
 
 
-_alone: dict[str, tuple[runs.Outcome, dict[str, Tensor]]] = {}
+_alone: dict[tuple[str, int], tuple[runs.Outcome, dict[str, Tensor]]] = {}
 
 
 def _check_plan(workers: WorkerPool, family: str, plan: Any, world_size: int) -> None:
     """Assert that all ranks have the results of one rank."""
-    if family not in _alone:
-        (_alone[family],) = workers.run(
-            run_ppo, family, "heuristic", world_size=1, init_process_group=False, deadline_s=DEADLINE_S
+    models = family, NUM_BLOCKS[world_size]
+    if models not in _alone:
+        (_alone[models],) = workers.run(
+            run_ppo, *models, "heuristic", world_size=1, init_process_group=False, deadline_s=DEADLINE_S
         )
-    one, one_critic = _alone[family]
+    one, one_critic = _alone[models]
     everyone = workers.run(
-        run_ppo, family, plan, world_size=world_size, init_process_group=False, deadline_s=DEADLINE_S
+        run_ppo, *models, plan, world_size=world_size, init_process_group=False, deadline_s=DEADLINE_S
     )
     outcome, critic = everyone[0]
     assert all(others.steps == [1, 2] for others, _ in everyone)
@@ -93,22 +105,25 @@ def _check_plan(workers: WorkerPool, family: str, plan: Any, world_size: int) ->
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", HAND_PICKED)
-def test_hand_picked_plans_give_the_results_of_one_rank(workers: WorkerPool, name: str) -> None:
-    _check_plan(workers, "llama", HAND_PICKED[name], 4)
+@pytest.mark.parametrize(("family", "name"), [*product(["llama"], HAND_PICKED), *product(NAMES, ON_EIGHT_RANKS)])
+def test_hand_picked_plans_give_the_results_of_one_rank(workers: WorkerPool, family: str, name: str) -> None:
+    world_size = 8 if name in ON_EIGHT_RANKS else 4
+    _check_plan(workers, family, {**HAND_PICKED, **ON_EIGHT_RANKS}[name], world_size)
 
 
 def _degrees(kind: str, family: str, most: int) -> list[ParallelDims]:
     """Return the degrees that a call of the tiny models may have on at most ``most`` ranks."""
     has_experts = family == "mixtral" and kind != "score"
     return [
-        ParallelDims(pp=pp, dp=dp, fsdp=fsdp, cp=cp, tp=tp, ep=ep)
-        for pp in (1, 2)
+        ParallelDims(pp=pp, vpp=vpp, dp=dp, fsdp=fsdp, cp=cp, tp=tp, ep=ep)
+        for pp in (1, 2, 4)
+        for vpp in ((1,) if pp == 1 or kind == "generate" else (1, 2))
+        if pp * vpp <= NUM_BLOCKS[most]
         for dp in (1, 2, 3)
         for fsdp in (1, 2, 3, 4)
-        for cp in ((1,) if kind == "generate" else (1, 2))
-        for tp in (1, 2, 4)
-        if pp * dp * fsdp * cp * tp <= most and cp * tp <= 4  # query heads
+        for cp in ((1,) if kind == "generate" else (1, 2, 3, 4))
+        for tp in (1, 2, 4)  # of four query heads; cp also divides the tokens of one
+        if pp * dp * fsdp * cp * tp <= most
         for ep in ParallelDims(dp=dp, fsdp=fsdp).expert_degrees
         if ep == 1 or (has_experts and ep in (2, 4))  # of four experts
     ]
@@ -133,8 +148,8 @@ def _draw_plan(family: str, seed: int, world_size: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-# Both on six ranks; together they have every axis. The first trains both models with experts divided by ep.
-@pytest.mark.parametrize("seed", matrix(range(60), 9, 12))
+# Both on six ranks; together they have every axis but vpp. The second trains both models with experts divided by ep.
+@pytest.mark.parametrize("seed", matrix(range(60), 12, 33))
 def test_random_plans_give_the_results_of_one_rank(workers: WorkerPool, seed: int) -> None:
-    family, world_size = ("llama", "mixtral")[seed % 2], (6, 8)[seed // 2 % 2]
+    family, world_size = NAMES[seed % 2], (6, 8)[seed // 2 % 2]
     _check_plan(workers, family, _draw_plan(family, seed, world_size), world_size)
