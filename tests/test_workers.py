@@ -14,11 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.workers import WorkerFailure, WorkerPool
 
 ROOT = Path(__file__).parent.parent
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+TASKS = Path("/proc/self/task")
 
 
 def _sum_of_ranks(offset: int) -> tuple[int, int, float]:
@@ -37,6 +40,15 @@ def _refuse(leaves_a_thread: bool) -> None:
     if leaves_a_thread:
         threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
     raise ValueError("no rank goes on")
+
+
+def _sum_of_shards() -> float:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return distribute_tensor(torch.ones(4), mesh, [Shard(0)]).sum().full_tensor().item()
+
+
+def _num_gloo_threads() -> int:
+    return sum("gloo" in name.read_text() for name in TASKS.glob("*/comm"))
 
 
 def _die_on(rank: int) -> None:
@@ -130,6 +142,12 @@ def test_a_missed_deadline_shows_the_stack_of_every_rank(workers: WorkerPool) ->
 
     assert "_wait_for_nobody" in failure.value.errors[0]
     assert "_wait_for_nobody" in failure.value.errors[1]
+
+
+@pytest.mark.skipif(not TASKS.is_dir(), reason="threads are named in /proc")
+def test_a_run_with_sharded_tensors_leaves_no_threads_of_its_groups(workers: WorkerPool) -> None:
+    assert workers.run(_sum_of_shards, world_size=2) == [4.0, 4.0]
+    assert workers.run(_num_gloo_threads, world_size=2, init_process_group=False) == [0, 0]
 
 
 def test_no_worker_outlives_the_process_that_owns_the_pool() -> None:

@@ -313,16 +313,34 @@ def _answer(message: bytes) -> bytes:
 def _call(request: Request) -> Any:
     import torch.distributed as dist
 
-    from lightning_realloc.strategies.lightning.process_group import end_process_group
-
-    end_process_group()  # of a run that failed: its other ranks may have waited in it until all had answered
+    _end_groups()  # of a run that failed: its other ranks may have waited in them until all had answered
     if request.init_process_group:
         dist.init_process_group("gloo", timeout=timedelta(seconds=request.timeout_s))
     result = request.function(*request.args)
     if dist.is_initialized():
         dist.barrier()
-        end_process_group()  # else a Trainer's groups live on in cycles, and each one's threads wake 100 times a second
+        _end_groups()
     return result
+
+
+def _end_groups() -> None:
+    """Destroy all process groups, and what refers to them: two threads of each would wake 100 times a second.
+
+    A Trainer's groups are in cycles. DTensor's caches keep the meshes of a run, and these its groups.
+    """
+    import torch.distributed as dist
+
+    from lightning_realloc.strategies.lightning.process_group import end_process_group
+
+    if not dist.is_initialized():
+        return
+    from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    _gen_transform_infos.cache_clear()
+    clear_redistribute_planner_cache()
+    end_process_group()
 
 
 @contextlib.contextmanager
