@@ -375,5 +375,6 @@ def _loggers() -> Iterator[None]:
         yield
     finally:
         for one, level, is_disabled, filters, handlers in saved:
-            one.setLevel(level)
+            if one.level != level:  # setLevel empties the caches of all loggers
+                one.setLevel(level)
             one.disabled, one.filters[:], one.handlers[:] = is_disabled, filters, handlers
