@@ -37,7 +37,7 @@ SAMPLED = {
 
 
 DRAFTING = [name for name in DRAFTERS if name != "none"]
-LIKE_OTHERS = ("ngram", "itself", "blocks")
+LIKE_OTHERS = ("ngram", "itself", "blocks", "random")
 DEPTHS = [("none", 0), *zip(DRAFTING, itertools.cycle([8, 1, None]), strict=False)]
 """Each drafter with a depth that makes it draft."""
 

@@ -314,9 +314,9 @@ CHARGED = pytest.mark.xfail(
         (False, 0.9, 2.0),
         pytest.param(True, 0.8, 1.9, marks=CHARGED),
         pytest.param(True, 0.8, 2.1, marks=CHARGED),
-        (True, 0.85, 1.9),
-        (True, 0.85, 2.1),
-        (True, 0.9, 2.1),
+        pytest.param(True, 0.85, 1.9, marks=pytest.mark.exhaustive),
+        pytest.param(True, 0.85, 2.1, marks=pytest.mark.exhaustive),
+        pytest.param(True, 0.9, 2.1, marks=pytest.mark.exhaustive),
         (True, 0.9, 2.2),
     ],
 )

@@ -92,7 +92,7 @@ def test_every_layout_reaches_every_other_and_comes_back_bit_by_bit(workers: Wor
 
 @pytest.mark.parametrize(
     ("source", "num_nodes"),
-    matrix(product(OVER_NODES, [2, 4]), ("fsdp4", 2), ("dp2.tp2@0,2,1,3", 4), ("tp2@2-3", 2)),
+    matrix(product(OVER_NODES, [2, 4]), ("fsdp4", 2), ("dp2.tp2@0,2,1,3", 4)),
 )
 def test_layouts_over_several_nodes_reach_every_other_bit_by_bit(
     workers: WorkerPool, source: str, num_nodes: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ from lightning_realloc.tuning.memory.generation_memory import draft_bytes, packe
 from lightning_realloc.tuning.memory.parts import DraftMemory, EngineMemory, MemorySettings, Workload
 from lightning_realloc.tuning.shapes.role_elements import RoleElements
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
-from tests.matrices import crossed, matrix
+from tests.matrices import matrix
 from tests.models import tiny_model
 
 SLOTS = 8
@@ -88,7 +89,9 @@ class Measured(GenerationEngine):
         self.peak_bytes = meter.take_peak() - before
 
 
-@pytest.mark.parametrize(("bound", "drafts"), crossed([60_000, 150_000, 1_000_000], [False, True]))
+@pytest.mark.parametrize(
+    ("bound", "drafts"), matrix(product([60_000, 150_000, 1_000_000], [False, True]), (60_000, False), (150_000, True))
+)
 def test_a_bounded_cache_takes_the_forecast_pages_and_buffer(bound: int, *, drafts: bool) -> None:
     blocks = Speculation(drafter="blocks", draft_blocks=1, num_draft_tokens=2)
     load = replace(LOAD, num_sequences=10)

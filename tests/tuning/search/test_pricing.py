@@ -101,7 +101,7 @@ def test_a_base_that_two_roles_share_counts_once_where_options_are_chosen() -> N
     assert PlanPricer(tight, prices).with_best_options(static) == fastest
 
 
-@pytest.mark.parametrize("budget", [1400 << 20, 2 << 30])
+@pytest.mark.parametrize("budget", matrix([1400 << 20, 2 << 30], 1400 << 20))
 def test_the_fastest_static_plans_that_fit_are_found_without_pricing_all(budget: int) -> None:
     bench = pricer(budget)
     every = [bench.price(plan) for plan in bench.static_plans()]
@@ -222,7 +222,7 @@ def test_rows_too_long_for_a_rank_are_divided_by_the_search_and_by_the_default(m
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", matrix([1, 2], 2))
 def test_a_search_counts_the_replica_for_generation_in_the_training_layout(devices: int) -> None:
     bench = pricer(80 << 30, cluster=f"a100-80g:1x{devices}")
     layout = Layout(ParallelDims(dp=devices), tuple(range(devices)))

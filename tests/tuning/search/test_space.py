@@ -27,6 +27,7 @@ from lightning_realloc.tuning.search.space import (
     sizes,
 )
 from tests.dataflow.test_dataflow import GENERATE
+from tests.matrices import crossed
 from tests.tuning.examples import role_of
 
 KINDS: tuple[CallKind, ...] = ("generate", "infer", "train")
@@ -77,8 +78,7 @@ def test_large_clusters_offer_only_node_counts_that_divide_well_and_all_nodes() 
         (HEADED, CallOptions()),
     ],
 )
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8, 24])
+@pytest.mark.parametrize(("kind", "num_ranks"), crossed(KINDS, [1, 2, 4, 8, 24]))
 def test_degrees_are_those_that_model_kind_nodes_and_rows_allow(
     model: ModelSpec, options: CallOptions, kind: CallKind, num_ranks: int
 ) -> None:

@@ -53,7 +53,7 @@ def fitting(role: RoleMemory, layout: Layout) -> Layout:
 
 
 @given(role=ROLES, source=layouts(), target=layouts())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_traffic_equals_the_elements_that_the_planner_moves(role: RoleMemory, source: Layout, target: Layout) -> None:
     before, after = (ModelLayout(role.model, fitting(role, layout)) for layout in (source, target))
     plan = plan_reallocation(before, after, CLUSTER, element_bytes=1)
@@ -88,7 +88,7 @@ def test_only_trained_parameters_move_if_replicas_keep_the_others() -> None:
 
 
 @given(role=st.sampled_from((DECODER, BIASED)), layout=layouts())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_where_degrees_divide_all_sizes_the_fullest_rank_has_even_shares(role: RoleMemory, layout: Layout) -> None:
     dims, model = layout.dims, role.model
     runs = model.stage_blocks(dims.num_runs)
@@ -103,7 +103,7 @@ def test_where_degrees_divide_all_sizes_the_fullest_rank_has_even_shares(role: R
 
 
 @given(role=ROLES, layout=layouts())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_first_rank_of_the_first_or_the_last_stage_holds_the_most(role: RoleMemory, layout: Layout) -> None:
     layout = fitting(role, layout)
     held, elements = ModelLayout(role.model, layout), RoleElements(role)
