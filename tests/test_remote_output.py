@@ -22,6 +22,7 @@ from lightning_realloc.recording.reader import read_run
 from lightning_realloc.remote_output import UPLOAD_EVERY_S, UploadedText, local_copy
 from lightning_realloc.remote_path import RemotePath, as_path
 from lightning_realloc.strategies.checkpoints.export import export_checkpoint
+from tests.matrices import matrix
 from tests.strategies import runs
 from tests.strategies.checkpoints.remote.object_stores import ObjectStore, address, objects
 
@@ -126,7 +127,7 @@ def test_a_model_for_the_hub_is_written_to_a_disk() -> None:
 
 
 # ---- a store that fails
-@pytest.mark.parametrize("room", [0, 2_000, 100_000])
+@pytest.mark.parametrize("room", matrix([0, 2_000, 100_000], 2_000))
 def test_an_export_that_fails_midway_leaves_no_model_in_one_line(store: Path, tmp_path: Path, room: int) -> None:
     target = address(tmp_path / "model")
     for earlier in (False, True):

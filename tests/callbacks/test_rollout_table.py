@@ -76,7 +76,7 @@ def show(folder: str, options: Mapping[str, Any], algorithm: str) -> list[dict[s
         pytest.param(2, {"plan": "static"}, "grpo", marks=pytest.mark.exhaustive),
         pytest.param(2, {"max_staleness": 1}, "grpo", marks=pytest.mark.exhaustive),
         (2, {"overlap": "none"}, "ppo"),
-        (2, {"plan": "static"}, "best_of_n"),
+        pytest.param(2, {"plan": "static"}, "best_of_n", marks=pytest.mark.exhaustive),
         (2, {"plan": APART, "overlap": "iterations", "max_staleness": 1}, "grpo"),
     ],
 )

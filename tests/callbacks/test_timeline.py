@@ -56,7 +56,7 @@ def check_times(session: Session, seconds: dict[int, dict[str, float]]) -> None:
     ("world_size", "options", "algorithm"),
     [
         (1, {}, "grpo"),
-        (2, {"plan": APART}, "grpo"),
+        pytest.param(2, {"plan": APART}, "grpo", marks=pytest.mark.exhaustive),
         (2, {"overlap": "none", "plan": {"calls": APART["calls"], "offload": ["reference"]}}, "grpo"),
     ],
 )

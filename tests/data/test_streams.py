@@ -29,6 +29,7 @@ from lightning_realloc.data.rows import NoUsableRowsError, Row, RowSource
 from lightning_realloc.data.sources import DatasetSource
 from lightning_realloc.data.streams import StreamLoader
 from lightning_realloc.errors import CheckpointError, DataError
+from tests.matrices import matrix
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.workers import WorkerPool
@@ -215,7 +216,7 @@ def prompts(data: RowSource, **options: Any) -> PromptDataModule:
 
 
 # Lightning's epochs end with the run, before the stream ends, and after it.
-@pytest.mark.parametrize("limit", [None, 3, 8])
+@pytest.mark.parametrize("limit", matrix([None, 3, 8], None, 3))
 def test_a_trainer_resumes_at_the_right_row(tmp_path: Path, limit: int | None) -> None:
     saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
     given = {"max_steps": 13, "limit_train_batches": limit}

@@ -15,6 +15,7 @@ from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
+from tests.matrices import few_and_more
 from tests.models import PLACEHOLDER, model_with_features, tiny_model
 from tests.strategies import runs
 from tests.strategies.runs import Batches, Outcome, calls
@@ -50,9 +51,10 @@ def _train(plans: Sequence[Any]) -> list[Outcome]:
     return found
 
 
-def test_every_plan_gives_the_results_of_one_rank(workers: WorkerPool) -> None:
+@few_and_more(PLANS[1:], PLANS[:1])
+def test_every_plan_gives_the_results_of_one_rank(workers: WorkerPool, cases: list[Any]) -> None:
     ((alone,),) = workers.run(_train, ["heuristic"], world_size=1, init_process_group=False)
-    everyone = workers.run(_train, PLANS, init_process_group=False, deadline_s=150.0)
+    everyone = workers.run(_train, cases, init_process_group=False, deadline_s=150.0)
     for outcomes in zip(*everyone, strict=True):
         runs.check_equal_to_one_rank(outcomes, alone)
 

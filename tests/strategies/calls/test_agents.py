@@ -267,7 +267,7 @@ def converse(layout: str, mode: str, temperature: float) -> tuple[Outcome, float
             for case in itertools.product(LAYOUTS, MODES, (GREEDY, SAMPLED))
             if case[:2] != ("dp1", "plain") and (case[1] != "moves" or case[0] == "dp2.tp2")
         ],
-        ("dp2.tp2", "chunks", GREEDY),
+        ("tp2", "chunks", GREEDY),
     ),
 )
 def test_conversations_with_tools_are_the_same(workers: WorkerPool, layout: str, mode: str, temperature: float) -> None:

@@ -78,7 +78,6 @@ def test_an_environment_that_never_answers_changes_nothing(workers: WorkerPool, 
         [("grpo", "dp2"), ("grpo", "fsdp2"), ("grpo", "tp2"), ("ppo", "dp2")],
         ("grpo", "fsdp2"),
         ("grpo", "tp2"),
-        ("ppo", "dp2"),
     ),
 )
 def test_conversations_give_the_same_results_on_one_rank_and_two(workers: WorkerPool, name: str, layout: str) -> None:

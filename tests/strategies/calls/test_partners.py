@@ -61,7 +61,6 @@ def run(workers: WorkerPool, partner: str, layout: str, world_size: int, **setti
     ("partner", "layout"),
     matrix(
         [("actor", "dp2"), ("actor", "tp2"), ("frozen", "dp2"), ("frozen", "tp2"), ("actor", "pp2"), ("frozen", "pp2")],
-        ("actor", "tp2"),
         ("actor", "pp2"),
     ),
 )  # fmt: skip

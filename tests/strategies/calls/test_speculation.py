@@ -107,6 +107,7 @@ def run_epochs(drafter: str) -> tuple[list[float], Outcome]:
 
 
 @CPU_ALONE
+@pytest.mark.exhaustive  # of engines: tests/generation/speculative/test_lookup.py
 def test_history_drafts_more_accepted_tokens_than_the_samples_own_text(workers: WorkerPool) -> None:
     run = lambda drafter: workers.run(run_epochs, drafter, world_size=2, init_process_group=False)[0]  # noqa: E731
     (by_history, history), (by_own_text, own_text) = run("history"), run("ngram")

@@ -114,7 +114,7 @@ def slow(workers: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Calla
     return run_once
 
 
-@pytest.mark.parametrize("name", matrix(PLANS, "apart", "stages"))
+@pytest.mark.parametrize("name", matrix(PLANS, "apart"))
 def test_a_slow_generation_takes_newer_weights_and_its_log_repeats_it(
     workers: WorkerPool, tmp_path: Path, slow: Callable[[str], tuple[Path, list[Result]]], name: str
 ) -> None:

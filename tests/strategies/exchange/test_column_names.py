@@ -76,7 +76,7 @@ CASES: Mapping[str, Case] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", matrix(CASES, "grpo", "sft", "dpo", "kto", "process_reward"))
+@pytest.mark.parametrize("name", matrix(CASES, "grpo", "dpo", "process_reward"))
 def test_columns_of_any_name_change_no_result_and_reach_rewards(name: str) -> None:
     make, data_module, row_of = CASES[name]
     found = []

@@ -19,7 +19,7 @@ from lightning_realloc.runtime.model.adapter_layers import merge_permanently
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.pool.replica import refuse_thawed
 from tests.devices import CPU_ALONE
-from tests.matrices import matrix
+from tests.matrices import few_and_more, matrix
 from tests.models import tiny_model
 from tests.strategies import runs
 from tests.strategies.peft.peft_runs import LORA, ChangeOfPlan, adapted_grpo, train, train_checked, train_ppo
@@ -34,15 +34,17 @@ PLANS = [
 """Other kinds of adapters train in a pipeline, too."""
 
 
-def test_adapters_train_the_same_under_every_plan(workers: WorkerPool) -> None:
+@few_and_more([(PLANS[0], False), (PLANS[1], True)], [(PLANS[2], True)])
+def test_adapters_train_the_same_under_every_plan(workers: WorkerPool, cases: list[tuple[Any, bool]]) -> None:
     alone: Any = workers.run(train, ["heuristic"], {}, 2, world_size=1, init_process_group=False, deadline_s=90.0)
-    together: Any = workers.run(train, PLANS, {}, 2, world_size=2, init_process_group=False, deadline_s=150.0)
+    plans = [plan for plan, _ in cases]
+    together: Any = workers.run(train, plans, {}, 2, world_size=2, init_process_group=False, deadline_s=150.0)
     ((expected, moved),) = alone[0]
     assert not moved
     assert expected.logged[0]["actor/kl"] > 1e-3  # the adapters have an effect from the beginning
     adapters = sum(4 * weight.numel() for name, weight in expected.weights.items() if "lora_" in name)
     everything = sum(4 * weight.numel() for weight in expected.weights.values())
-    for (outcome, moved), base_moves in zip(together[0], (False, True, True), strict=True):
+    for (outcome, moved), (_, base_moves) in zip(together[0], cases, strict=True):
         assert outcome.tokens == expected.tokens
         for ours, theirs in zip(outcome.logged, expected.logged, strict=True):
             assert ours == pytest.approx(theirs, abs=2e-5, rel=1e-4)

@@ -18,6 +18,7 @@ from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.algorithms.sft import SFT
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.parallel.model_spec import describe_model
+from tests.matrices import matrix
 from tests.models import tiny_model, tiny_scorer
 from tests.strategies import runs
 from tests.strategies.checkpoints.checkpoint_runs import forget_checksums
@@ -55,7 +56,7 @@ def given(algorithm: str, **settings: Any) -> MultiModelModule:
     return runs.ppo(**settings) if algorithm == "ppo" else runs.grpo(**settings)
 
 
-@pytest.mark.parametrize("algorithm", ["sft", "grpo", "ppo"])
+@pytest.mark.parametrize("algorithm", matrix(["sft", "grpo", "ppo"], "ppo"))
 def test_given_models_are_stored_once_and_left_out_of_checkpoints(algorithm: str, tmp_path: Path) -> None:
     before, copies = weight_bytes(), CountCopies()
     module = given(algorithm)

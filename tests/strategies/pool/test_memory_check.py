@@ -289,7 +289,8 @@ def compare_kept(plan: dict[str, Any], sizes: dict[str, Any]) -> Comparison:
 
 
 @CPU_ALONE
-@pytest.mark.parametrize("trained", matrix(["all weights", "adapters"], "all weights"))
+@pytest.mark.exhaustive  # whether they fit: above; their bytes: tests/tuning/memory
+@pytest.mark.parametrize("trained", ["all weights", "adapters"])
 def test_peaks_are_predicted_where_the_cache_is_kept(workers: WorkerPool, trained: str) -> None:
     plan = calls(actor_train="fsdp2", actor_generate="dp2", reference_infer="dp2")
     sizes = ADAPTED if trained == "adapters" else {}
