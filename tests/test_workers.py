@@ -150,6 +150,7 @@ def test_a_run_with_sharded_tensors_leaves_no_threads_of_its_groups(workers: Wor
     assert workers.run(_num_gloo_threads, world_size=2, init_process_group=False) == [0, 0]
 
 
+@pytest.mark.exhaustive  # imports everything twice
 def test_no_worker_outlives_the_process_that_owns_the_pool() -> None:
     script = (
         "import os, signal; from tests import workers\n"
