@@ -39,16 +39,16 @@ def refuse_unpackable(model: PreTrainedModel) -> None:
     parameters = inspect.signature(type(model.base_model).forward).parameters
     kinds = layer_types(model)
     reason = None
-    if not model._supports_attention_backend:
+    if kinds - PLAIN_LAYERS:  # first: a recurrent model may fail the other checks, too
+        reason = f"its layers {sorted(kinds - PLAIN_LAYERS)} may let tokens see past the end of their sequence"
+    elif model._is_stateful and not kinds:  # a class that has recurrent layers in other configurations
+        reason = "it carries a recurrent state from token to token, past the end of a sequence"
+    elif not model._supports_attention_backend:
         reason = "its attention cannot be replaced (no _supports_attention_backend)"
     elif "position_ids" not in parameters:
         reason = "its forward takes no position_ids"
     elif not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         reason = "its forward passes no keyword arguments on to its attention layers"
-    elif kinds - PLAIN_LAYERS:
-        reason = f"its layers {sorted(kinds - PLAIN_LAYERS)} let tokens see past the end of their sequence"
-    elif model._is_stateful and not kinds:  # a class that has recurrent layers in other configurations
-        reason = "it carries a recurrent state from token to token, past the end of a sequence"
     elif model.config.is_encoder_decoder:
         reason = "it is an encoder-decoder"
     elif counts_positions_by_padding(model):
