@@ -81,6 +81,7 @@ def test_the_markov_text_follows_its_table_with_the_given_chance() -> None:
     assert all(len(set(tokens)) <= len(CHANCES) for tokens in contexts.values())
 
 
+@pytest.mark.exhaustive  # of a benchmark alone
 def test_training_lowers_the_loss_of_the_model_and_of_its_first_blocks() -> None:
     recipe = replace(TINY, steps=40)
     _, before = train(replace(recipe, steps=1))

@@ -12,6 +12,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from tests.command_lines import run_lines
+from tests.matrices import matrix
 from tests.models import byte_tokenizer, tiny_model
 from tests.workers import WorkerPool
 
@@ -83,7 +84,8 @@ def test_a_saved_configuration_does_the_same_without_the_short_flags(workers: Wo
 
 
 @pytest.mark.parametrize(
-    ("name", "data"), [("sft", "texts"), ("dpo", "pairs"), ("reward", "pairs"), ("ppo", "prompts")]
+    ("name", "data"),
+    matrix([("sft", "texts"), ("dpo", "pairs"), ("reward", "pairs"), ("ppo", "prompts")], ("dpo", "pairs")),
 )
 def test_the_other_algorithms_train_in_one_line(workers: WorkerPool, folder: Path, name: str, data: str) -> None:
     reward = ["--reward", "rewards:short", "--max-new-tokens", "3"] if name == "ppo" else []

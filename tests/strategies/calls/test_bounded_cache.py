@@ -9,7 +9,6 @@ import pytest
 from lightning_realloc import GenerationOptions
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams
-from tests.matrices import matrix
 from tests.strategies import runs
 from tests.strategies.calls.test_speculation import run_settings
 from tests.workers import WorkerFailure, WorkerPool
@@ -24,7 +23,8 @@ def run(workers: WorkerPool, layout: str, max_cache_bytes: int | None) -> runs.O
     return outcome
 
 
-@pytest.mark.parametrize("layout", matrix(["tp2", "fsdp2"], "tp2"))
+@pytest.mark.exhaustive  # tokens: tests/generation/test_paged_engine.py
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2"])
 def test_iterations_give_the_same_results_with_a_bound_on_the_cache(workers: WorkerPool, layout: str) -> None:
     plain, bounded = (run(workers, layout, bound) for bound in (None, 70_000))
     assert bounded.tokens == plain.tokens

@@ -17,7 +17,6 @@ from lightning_realloc.errors import DataError, ReallocError
 from lightning_realloc.runtime.parallel.shards import local_tensor
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.checkpoints.verification import verify_checkpoint
-from tests.matrices import matrix
 from tests.models import byte_tokenizer
 from tests.strategies import runs
 from tests.strategies.runs import Batches
@@ -223,7 +222,8 @@ def run(name: str, folder: str) -> list[Ended]:
     return ended
 
 
-@pytest.mark.parametrize("name", matrix(RUNS, "sft"))
+@pytest.mark.exhaustive  # steps: test_skipped_steps.py; files: test_checkpoint_files.py
+@pytest.mark.parametrize("name", RUNS)
 def test_a_number_that_is_not_finite_does_no_lasting_harm(workers: WorkerPool, tmp_path: Path, name: str) -> None:
     parts = RUNS[name].parts
     for rank in workers.run(run, name, str(tmp_path), world_size=2, init_process_group=False):

@@ -157,6 +157,7 @@ def test_the_replica_ends_with_the_trained_weights(workers: WorkerPool, tmp_path
         assert torch.equal(tensor, generating.weights[name]), name
 
 
+@pytest.mark.exhaustive  # changing ones: above, from the log
 def test_weights_that_do_not_change_give_the_responses_of_a_run_in_step(workers: WorkerPool, tmp_path: Path) -> None:
     options: dict[str, Any] = {"settings": {"learning_rate": 0.0}, "sleep_s": 0.005}
     ahead = run(workers, 2, APART, str(tmp_path), staleness=4, **options)[0]

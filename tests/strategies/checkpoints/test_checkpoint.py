@@ -72,6 +72,7 @@ def test_a_resumed_run_equals_the_straight_run_bit_by_bit(workers: WorkerPool, t
     assert differences(contents(tmp_path / "resumed"), contents(tmp_path / "straight")) == {}
 
 
+@pytest.mark.exhaustive  # a run that saved and one that resumed are equal: above
 def test_saving_changes_no_result(workers: WorkerPool, tmp_path: Path) -> None:
     # PyTorch steps an optimizer without state in order to save it, which changes weights under Adam.
     saving = Part(_sft("fsdp2"), 3, save=tmp_path / "saving", save_at=(0, 1))

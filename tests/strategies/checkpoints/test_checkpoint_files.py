@@ -385,6 +385,7 @@ def test_an_action_runs_on_the_first_rank_and_fails_on_all(workers: WorkerPool, 
     assert workers.run(_fail_on_the_first_rank, own, world_size=2) == [(True, text), (False, text)]
 
 
+@pytest.mark.exhaustive  # with them: above
 def test_a_checkpoint_without_checksums_is_read_and_its_damage_is_named(
     workers: WorkerPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

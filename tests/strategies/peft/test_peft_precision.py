@@ -15,7 +15,7 @@ from torch.optim import SGD
 from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.runtime.parallel.shards import local_tensors
 from lightning_realloc.strategies import ReallocStrategy
-from tests.matrices import matrix
+from tests.matrices import few_and_more, matrix
 from tests.models import tiny_model
 from tests.strategies import runs
 from tests.strategies.peft.peft_runs import LORA, ChangeOfPlan, adapted_grpo
@@ -89,8 +89,9 @@ def explore(plans: tuple[Any, ...]) -> list[tuple[list[dict[str, float]], dict[s
     return found
 
 
-def test_reference_and_generation_use_a_base_in_bf16(workers: WorkerPool) -> None:
-    together: Any = workers.run(explore, PLANS, world_size=2, init_process_group=False, deadline_s=150.0)
+@few_and_more((PLANS[0], PLANS[2]), PLANS)
+def test_reference_and_generation_use_a_base_in_bf16(workers: WorkerPool, cases: list[Any]) -> None:
+    together: Any = workers.run(explore, tuple(cases), world_size=2, init_process_group=False, deadline_s=150.0)
     base = tiny_model("qwen3").state_dict()
     for logged, weights in together[0]:
         assert len(logged) == 2

@@ -79,6 +79,7 @@ def run_grpo(moves: Sequence[Mapping[int, Any]], settings: dict[str, Any], batch
     ]  # fmt: skip
 
 
+@pytest.mark.exhaustive  # below, and Adam: test_optimizers.py
 def test_weights_and_optimizer_state_move_and_training_continues(workers: WorkerPool) -> None:
     (moved,) = on_ranks(workers, run_sft, [MOVES], {}, Batches(7, responses=True), 4)
     (stayed,) = on_ranks(workers, run_sft, [{}], {}, Batches(7, responses=True), 1)
