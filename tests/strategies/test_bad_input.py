@@ -34,6 +34,7 @@ from lightning_realloc.generation import GenerationEngine, SamplingParams
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.lightning.trainer_checks import refuse_gradient_settings
 from tests.environments.guessing import Guessing, chat_model, chat_tokenizer, is_even
+from tests.matrices import few_and_more
 from tests.models import SIZES, byte_tokenizer, tiny_model, tiny_scorer
 from tests.strategies import runs
 from tests.strategies.calls.test_agents import Games
@@ -368,28 +369,33 @@ def sequence_longer_than_a_micro_batch() -> Any:
     return runs.sft(train_options=runs.options(micro_batch_tokens=4)), "heuristic", Batches(1, responses=True)
 
 
-def test_a_failure_on_one_rank_is_raised_on_all(workers: WorkerPool) -> None:
-    expect(
-        workers,
-        {
-            raising_reward: "RewardError: reward function 'shouting' raised ValueError in test_bad_input.py, line",
-            wrong_number_of_rewards: "RewardError: reward function 'forgetful' must return one number per completion",
-            undefined_reward: "RewardError: reward function 'undefined' must return finite numbers (of at most",
-            long_prompt: "GenerationError: the prompt of sample 5 has 200 tokens, and actor's context of 128 leaves no",
-            model_that_cannot_be_generated_from: "GenerationError: DiffLlamaAttention attends with the same layer twi",
-            model_that_cannot_be_trained_on_packs: "ConfigError: BloomForCausalLM cannot run packed sequences: its at",
-            model_that_loses_the_segments_of_packs: "ConfigError: NemotronAttention got packed sequences without",
-            strange_prompt: "holds token ids from 1000 to 1000, the model's vocabulary has 128",
-            strange_prompt_in_lockstep: "holds token ids from 1000 to 1000, the model's vocabulary has 128",
-            failing_after_lockstep: "PlanError: too late",
-            reward_with_another_vocabulary: "ConfigError: reward has another vocabulary than the actor: 64 tokens, the",
-            limit_of_nothing: "ConfigError: stop_above names 'surprise', which this loss does not measure; it measures",
-            loss_without_metrics: "@train method must return a Loss; actor_loss of actor returned a Tensor: write",
-            nothing_to_learn: "DataError: a mini-batch needs at least one response token; its 6 sequences have none",
-            no_samples_for_mini_batches: "ConfigError: num_minibatches=9 needs as many samples in an iteration",
-            sequence_longer_than_a_micro_batch: "DataError: a sequence must fit one micro-batch",
-        },
-    )
+FAILURES = {
+    raising_reward: "RewardError: reward function 'shouting' raised ValueError in test_bad_input.py, line",
+    long_prompt: "GenerationError: the prompt of sample 5 has 200 tokens, and actor's context of 128 leaves no",
+    model_that_cannot_be_generated_from: "GenerationError: DiffLlamaAttention attends with the same layer twi",
+    model_that_cannot_be_trained_on_packs: "ConfigError: BloomForCausalLM cannot run packed sequences: its at",
+    strange_prompt: "holds token ids from 1000 to 1000, the model's vocabulary has 128",
+    failing_after_lockstep: "PlanError: too late",
+    loss_without_metrics: "@train method must return a Loss; actor_loss of actor returned a Tensor: write",
+    sequence_longer_than_a_micro_batch: "DataError: a sequence must fit one micro-batch",
+}
+MORE_FAILURES = {
+    wrong_number_of_rewards: "RewardError: reward function 'forgetful' must return one number per completion",
+    undefined_reward: "RewardError: reward function 'undefined' must return finite numbers (of at most",
+    model_that_loses_the_segments_of_packs: "ConfigError: NemotronAttention got packed sequences without",
+    strange_prompt_in_lockstep: "holds token ids from 1000 to 1000, the model's vocabulary has 128",
+    reward_with_another_vocabulary: "ConfigError: reward has another vocabulary than the actor: 64 tokens, the",
+    limit_of_nothing: "ConfigError: stop_above names 'surprise', which this loss does not measure; it measures",
+    nothing_to_learn: "DataError: a mini-batch needs at least one response token; its 6 sequences have none",
+    no_samples_for_mini_batches: "ConfigError: num_minibatches=9 needs as many samples in an iteration",
+}
+
+
+@few_and_more([*FAILURES.items()], [*MORE_FAILURES.items()])
+def test_a_failure_on_one_rank_is_raised_on_all(
+    workers: WorkerPool, cases: list[tuple[Callable[[], Any], str]]
+) -> None:
+    expect(workers, dict(cases))
 
 
 # ---- environments

@@ -245,6 +245,7 @@ def test_a_frozen_partner_is_a_role_of_the_plan(algorithm: Any) -> None:
     assert {"actor", "partner_other"} <= set(type(module).dataflow_of(flow.roles).roles)
 
 
+@pytest.mark.exhaustive  # a resumed run: test_agents.py
 def test_a_run_that_resumes_with_another_kind_of_partner_warns(tmp_path: Path) -> None:
     for number, partner in enumerate((chat_model(2), "actor"), start=1):
         module = GRPO(

@@ -203,6 +203,7 @@ def moved(plans: Mapping[int, Any]) -> Learnt:
     return learn("grpo", "dp2", 2, {"learning_rate": 0.0, **budget(tokens=30)}, moves=plans)
 
 
+@pytest.mark.exhaustive  # under the same plan: below
 def test_carried_samples_continue_under_another_plan(workers: WorkerPool) -> None:
     plans = {
         step: {"calls": {"actor.generate": layout, "reference.infer": "dp2", "actor.train": "dp2"}}

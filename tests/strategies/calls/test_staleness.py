@@ -242,6 +242,7 @@ def test_a_batch_that_waits_when_a_run_stops_is_left_out(workers: WorkerPool, se
     assert set(staleness[3:]) <= {0.0, 1.0} and len(staleness) > 4
 
 
+@pytest.mark.exhaustive  # a run that resumes: below
 def test_a_fit_begins_with_the_batch_of_its_own_checkpoint(workers: WorkerPool, tmp_path: Path) -> None:
     folder = str(tmp_path / "stopped")
     first, again, resumed = workers.run(fit_three_times, folder, world_size=2, init_process_group=False)[0]

@@ -180,7 +180,8 @@ def validate(max_staleness: int, overlap: str, folder: str) -> tuple[list[list[l
     return module.tokens, [step["val/score"] for step in record.logged if "val/score" in step]
 
 
-@pytest.mark.parametrize("max_staleness", matrix([1, 3], 3))
+@pytest.mark.exhaustive  # averages: tests/callbacks/test_ema.py
+@pytest.mark.parametrize("max_staleness", [1, 3])
 def test_validation_after_every_iteration_reads_averages_and_goes_on(
     workers: WorkerPool, tmp_path: Path, max_staleness: int
 ) -> None:

@@ -168,6 +168,7 @@ def _fit_ppo(folder: Path, base: Path) -> dict[str, Tensor]:
     return strategy.full_weights("critic")
 
 
+@pytest.mark.exhaustive  # a task with a head: below
 def test_a_critic_is_written_with_its_head(workers: WorkerPool, tmp_path: Path) -> None:
     base, folder = _base(tmp_path), tmp_path / "critic"
     (weights,) = workers.run(_fit_ppo, folder, base, world_size=1, init_process_group=False, deadline_s=90.0)

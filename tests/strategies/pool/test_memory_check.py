@@ -191,6 +191,7 @@ def test_peaks_are_predicted_on_a_mesh_of_two_axes(workers: WorkerPool) -> None:
     check(workers.run(compare, plan, world_size=4, init_process_group=False, deadline_s=150.0))
 
 
+@pytest.mark.exhaustive  # few logits: above
 @CPU_ALONE
 def test_peaks_are_predicted_where_ranks_share_many_logits(workers: WorkerPool) -> None:
     plan = calls(actor_train="tp2", actor_generate="tp2", reference_infer="tp2")
@@ -226,6 +227,7 @@ def compare_adapted(plan: dict[str, Any], precision: str) -> Comparison:
     return compare(plan, "qwen3", precision=precision, **ADAPTED)
 
 
+@pytest.mark.exhaustive  # counted by hand: tests/tuning
 def test_forecasts_and_searches_count_the_measured_bytes_if_two_roles_share_a_base(workers: WorkerPool) -> None:
     plan = calls(actor_train="fsdp2", actor_generate="dp2", reference_infer="dp2")
     found = workers.run(compare_with_search, plan, world_size=2, init_process_group=False, deadline_s=120.0)
