@@ -94,7 +94,7 @@ def merged_weights(
 
     Args:
         description: Folder with the configs of model and adapters.
-        weights: Weights of the adapters, and optionally of the base; base weights may be overwritten.
+        weights: Weights of the adapters, and optionally of the base.
         base: Path or name of the base model, loaded if ``weights`` lack the base. None uses the name in the adapters'
             config.
 
@@ -116,7 +116,9 @@ def merged_weights(
                 f"{name} has shape {tuple(weights[name].shape)} in the base, but the adapters were trained on a base "
                 f"with shape {tuple(parameter.shape)}; give that one as base"
             )
-    model.load_state_dict({name: weights[name].float() for name in needed}, strict=False, assign=True)
+    # A merge adds to the adapted weights in place, and those of a running model are given.
+    taken = {name: weights[name].to(torch.float32, copy=".base_layer." in name) for name in needed}
+    model.load_state_dict(taken, strict=False, assign=True)
     merge_permanently(model)
     merged = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
     dtype = reduce(torch.promote_types, (weights[name].dtype for name in needed))

@@ -80,7 +80,9 @@ def test_adapters_of_experts_and_routers_are_read_from_peft_and_written_back(tmp
         assert torch.equal(_logits(ours), _logits(theirs))
         weights = {name: parameter.detach() for name, parameter in ours.named_parameters()}
         write_running_model(ours, weights, None, tmp_path / "ours", role="actor")
+        before = _logits(ours)
         write_running_model(ours, weights, None, tmp_path / "merged", role="actor", merge=True)
+        assert torch.equal(_logits(ours), before)
     saved, again = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("theirs", "ours"))
     assert saved.keys() == again.keys()
     assert all(torch.equal(saved[name], again[name]) for name in saved)

@@ -156,7 +156,9 @@ def test_adapters_of_peft_are_read_into_a_role_and_written_back(tmp_path: Path, 
         assert all(torch.equal(saved[name], again[name]) for name in saved)
     read = PeftModel.from_pretrained(auto.from_pretrained(base, **labels), tmp_path / "ours")
     assert torch.equal(_logits(read), _logits(theirs))
+    before = {name: weight.clone() for name, weight in weights.items()}
     write_running_model(ours, weights, None, tmp_path / "merged", role="actor", merge=True)
+    assert all(torch.equal(weight, before[name]) for name, weight in weights.items())
     torch.testing.assert_close(_logits(auto.from_pretrained(tmp_path / "merged")), _logits(theirs), rtol=0, atol=1e-5)
 
 
