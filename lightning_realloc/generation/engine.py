@@ -59,6 +59,7 @@ from lightning_realloc.setting_hints import ENGINE_HINTS, suggest_settings
 
 if TYPE_CHECKING:  # imported where they are used: plain generation needs none of these
     from lightning_realloc.generation.rebalance.handover import MigrationStats
+    from lightning_realloc.generation.rebalance.pace import SteppedRun
     from lightning_realloc.generation.rebalance.peers import Peers
     from lightning_realloc.generation.speculative.config import Speculation
     from lightning_realloc.generation.speculative.drafter import Drafter
@@ -243,7 +244,7 @@ class GenerationEngine(Engine):
         longest = max((sample.max_length for sample in samples), default=1)
         check_supported(self._model, max_length=longest)
         num_own = max(1, len(samples))
-        num_slots = min(self._max_slots, num_own) if self._rebalancer is None else self._max_slots
+        num_slots = self._num_slots(self._max_slots, num_own)
         num_kept = 0 if conversations is None else num_kept_slots(self._cache, num_slots, num_own)
         kind = BatchInvariantRunner if self._batch_invariant else ModelRunner
         executor = kind(
@@ -265,11 +266,17 @@ class GenerationEngine(Engine):
             self._decoding,
             conversations,
             budget,
-            max_pause_s=self._max_pause_s() if self._rebalancer is None else self._rebalancer.max_pause_s,
+            max_pause_s=self._max_pause_s(),
         )
+
+    def _num_slots(self, most: int, num_own: int) -> int:
+        """Return how many samples may run, out of ``num_own`` and those that arrive."""
+        return min(most, num_own) if self._rebalancer is None else most
 
     def _max_pause_s(self) -> float:
         """Return the longest wait for environments in one step."""
+        if self._rebalancer is not None:
+            return self._rebalancer.max_pause_s
         if self._lockstep is not None:
             return 0.0
         return math.inf if self._agree is None else MAX_GROUP_PAUSE_S
@@ -277,15 +284,17 @@ class GenerationEngine(Engine):
     def _carry_out(self, run: GenerationRun, call: EngineCall) -> None:
         """Generate until all samples are finished, including those that arrive from other ranks."""
         with slot_attention(self._model), self._packed_weights(run.samples, call.params) as pack, run:
-            if self._rebalancer is not None:
-                hints, most = call.requests.length_hints, call.params.max_new_tokens
-                self._rebalancer.run_to_end(
-                    run, SampleAccess(run), hints, max_new_tokens=most, on_step=call.notifier.follow
-                )
+            self._rebalance(run, SampleAccess([run], run.samples), call)
             while self._lockstep(run.has_work) if self._lockstep is not None else run.has_work:
                 self._take_newer_weights(run, pack)
                 run.step()
                 call.notifier.follow(run.ended)
+
+    def _rebalance(self, run: SteppedRun, access: SampleAccess, call: EngineCall) -> None:
+        """Generate while samples move between ranks, if they may."""
+        if self._rebalancer is not None:
+            hints, most = call.requests.length_hints, call.params.max_new_tokens
+            self._rebalancer.run_to_end(run, access, hints, max_new_tokens=most, on_step=call.notifier.follow)
 
     def _take_newer_weights(self, run: GenerationRun, pack: Callable[[], None]) -> None:
         version = None if self._poll_weights is None else self._poll_weights()
@@ -298,9 +307,12 @@ class GenerationEngine(Engine):
         self, samples: Sequence[Sample], params: SamplingParams
     ) -> AbstractContextManager[Callable[[], None]]:
         """Return a context in which weights are packed if responses may be long enough for it."""
+        return packed_linears(self._model, num_steps=self._num_packed_steps(samples, params))
+
+    def _num_packed_steps(self, samples: Sequence[Sample], params: SamplingParams) -> int:
+        """Return the steps for which weights are worth packing: most tokens of a response; 0 if they are not."""
         of_others = 0 if self._rebalancer is None else params.max_new_tokens
-        num_steps = max((sample.max_new_tokens for sample in samples), default=of_others) if self._pack_weights else 0
-        return packed_linears(self._model, num_steps=num_steps)
+        return max((sample.max_new_tokens for sample in samples), default=of_others) if self._pack_weights else 0
 
     def _scheduler(
         self,

@@ -105,7 +105,6 @@ def option_without_stages(algorithm: RunnableAlgorithm) -> str | None:
     asked = {
         f"engine={algorithm.engine!r}": "stages" not in CAPABILITIES[algorithm.engine],
         "batch_invariant=True": options.batch_invariant,
-        f"sample_reallocation={options.sample_reallocation!r}": bool(options.sample_reallocation),
         "drafting by the first blocks": speculation is not None and speculation.drafter == "blocks",
     }
     return next((option for option, is_set in asked.items() if is_set), None)

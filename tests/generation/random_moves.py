@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,7 +36,8 @@ def at_random(
             is_fixed = moved_in is not None and current_round - moved_in < 2  # it may still be on its way
             if not is_fixed and target != load.rank and rng.random() < 0.6 and (cost is None or free[target] > 0):
                 free[target] -= 1
-                how = "recompute" if sample in load.waiting else rng.choice(["send", "recompute"])
+                ways = ["recompute"] if sample in load.waiting else ["send", "recompute"]
+                how = rng.choice(ways if cost is None or cost.bytes_per_token < math.inf else ["recompute"])
                 moves.append(SampleMove(sample.sample_id, load.rank, target, how))  # type: ignore[arg-type]
     rng.shuffle(moves)
     return tuple(moves)

@@ -48,7 +48,8 @@ class GenerationOptions:
     bits where it stays, so ``Trainer(deterministic=True)`` frees it."""
     sample_reallocation: SampleReallocation = False
     """Whether samples move between data-parallel ranks so that all ranks finish together. True or ``"queued"``: samples
-    that wait for a slot; ``"all"``: running ones as well, with their keys and values. Tokens stay the same."""
+    that wait for a slot; ``"all"``: running ones as well, with their keys and values, which pipelines compute again.
+    Tokens stay the same."""
     compile: str | None = None
     """Backend of ``torch.compile`` for the blocks of decoding steps that are captured as CUDA graphs, such as
     ``"inductor"``: fewer kernels, other rounding, and the seconds of one compilation. None: none. Without effect on

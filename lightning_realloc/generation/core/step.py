@@ -187,5 +187,8 @@ class StepExecutor(Protocol):
     def write(self, slot: int, parts: Sequence[tuple[int, int, Tensor]], shapes: Sequence[LayerShape]) -> None:
         """Write (begin, end, content), as `read` returned it on a rank with layers of these shapes."""
 
-    def describe(self) -> list[LayerShape]:
-        """Return the shapes of the layers that `read` returns; empty before the first step."""
+    def describe(self) -> list[LayerShape] | None:
+        """Return the shapes of the layers that `read` returns; empty before the first step.
+
+        None: keys and values cannot be read here, and samples that move are read again.
+        """

@@ -188,7 +188,7 @@ class ModelRunner(StepExecutor):
     def read_experts(self, slot: int, counted_from: int, end: int) -> Tensor | None:
         return None if self._records is None else self._records.read(self.cache, slot, counted_from, end)
 
-    def describe(self) -> list[LayerShape]:
+    def describe(self) -> list[LayerShape] | None:
         return self.cache.describe()
 
     def write(self, slot: int, parts: Sequence[tuple[int, int, Tensor]], shapes: Sequence[LayerShape]) -> None:

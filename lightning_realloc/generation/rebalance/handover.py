@@ -160,13 +160,15 @@ class SampleHandover:
             self._hand_over(departure)
             return
         begin, access = self._clock(), self._access
+        shapes = access.describe_cache()
+        assert shapes is not None, "no plan sends keys and values that cannot leave"
         index_of = self._by_id(access.running)
         spans = []
         for move in departure.moves:
             if move.how == "send" and move.sample_id in index_of:
                 spans.append(self._read_from(index_of[move.sample_id], 0))
                 departure.num_ahead[move.sample_id] = spans[-1].end
-        self._send(departure, pack_samples(spans=spans, shapes=access.describe_cache()))
+        self._send(departure, pack_samples(spans=spans, shapes=shapes))
         self.stats.stall_s += self._clock() - begin
 
     def take_in_arrived(self) -> None:
@@ -197,6 +199,7 @@ class SampleHandover:
     def _hand_over(self, departure: Departure) -> None:
         """Send samples, with the positions that were not sent ahead; finished and held samples stay."""
         begin, access = self._clock(), self._access
+        access.settle()
         running = self._by_id(access.running)
         index_of = running | self._by_id(access.queued)
         migrated, spans = [], []

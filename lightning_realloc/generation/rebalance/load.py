@@ -152,7 +152,7 @@ class MoveCost:
     """Cost of moving a running sample. A queued one moves for free."""
 
     bytes_per_token: float
-    """Keys and values of one token of context, over all layers."""
+    """Keys and values of one token of context, over all layers; infinity if they cannot leave."""
     bytes_per_s: float
     """Bandwidth of the link."""
     latency_s: float
@@ -196,8 +196,8 @@ class LoadReport(NamedTuple):
     incoming: tuple[LiveSample, ...]
     """Samples planned to arrive. One that could not leave its source is reported by the source as well."""
     free_slots: int
-    bytes_per_token: int
-    """Cache bytes per token; 0 before the first step."""
+    bytes_per_token: float
+    """Cache bytes per token; 0 before the first step, infinity if keys and values cannot leave."""
     pace: PaceReport
     steps_s: float = 0.0
     """Seconds of all steps in this call so far."""

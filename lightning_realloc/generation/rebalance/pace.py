@@ -9,10 +9,11 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
 from math import inf, log2
+from typing import Protocol
 
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.loop.environment import Agree as Agree
-from lightning_realloc.generation.loop.run import GenerationRun
+from lightning_realloc.generation.loop.run import TurnQuestions
 from lightning_realloc.generation.rebalance.load import PaceReport, StepCurve
 from lightning_realloc.generation.schedule.length_predictor import LengthPredictor
 
@@ -24,6 +25,24 @@ MAX_SILENT_CALLS = 8
 """Short calls in a row without reports. Raise it to save messages, at the price of noticing longer responses later."""
 MAX_KNOWN_PROMPTS = 65_536
 """Prompts whose lengths are kept; bounds memory."""
+
+
+class SteppedRun(Protocol):
+    """Steps of all samples of a rank; see `GenerationRun`."""
+
+    @property
+    def conversations(self) -> TurnQuestions | None: ...
+
+    @property
+    def ended(self) -> list[Sample]: ...
+
+    @property
+    def has_work(self) -> bool: ...
+
+    @property
+    def counts(self) -> tuple[int, int, int]: ...
+
+    def step(self) -> None: ...
 
 
 class StepTimes:
@@ -137,7 +156,7 @@ class StepRecorder:
 
     def __init__(
         self,
-        run: GenerationRun,
+        run: SteppedRun,
         pace: PaceEstimator,
         history: LengthHistory,
         lengths: LengthPredictor,

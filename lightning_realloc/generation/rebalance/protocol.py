@@ -20,7 +20,6 @@ from typing import TypeVar
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.core.sample import Sample
-from lightning_realloc.generation.loop.run import GenerationRun
 from lightning_realloc.generation.loop.sample_access import SampleAccess
 from lightning_realloc.generation.rebalance.balance_policy import plan_balance
 from lightning_realloc.generation.rebalance.handover import MigrationStats, SampleHandover
@@ -39,6 +38,7 @@ from lightning_realloc.generation.rebalance.pace import (
     LengthHistory,
     PaceEstimator,
     ShortCallPredictor,
+    SteppedRun,
     StepRecorder,
 )
 from lightning_realloc.generation.rebalance.peers import Peers, ReportMessages
@@ -91,7 +91,7 @@ class Rebalancer:
 
     def run_to_end(
         self,
-        run: GenerationRun,
+        run: SteppedRun,
         access: SampleAccess,
         hints: Sequence[int] | None = None,
         *,
@@ -132,7 +132,7 @@ class _Rounds:
     def __init__(
         self,
         rebalancer: Rebalancer,
-        run: GenerationRun,
+        run: SteppedRun,
         access: SampleAccess,
         recorder: StepRecorder,
         lengths: LengthPredictor,
@@ -279,10 +279,10 @@ class _Rounds:
             expected_since=self._handover.expected_since(self._round),
         )
 
-    def _bytes_per_token(self) -> int:
+    def _bytes_per_token(self) -> float:
         """Return the bytes of a token's keys and values: under tensor parallelism, those of the first rank."""
-        own = sum(shape.num_bytes for shape in self._access.describe_cache())
-        return own if self._agree is None else int(self._agree([own])[0])
+        own = self._access.bytes_per_token
+        return own if self._agree is None else self._agree([own])[0]
 
     def _live(self, index: int) -> LiveSample:
         sample = self._access.samples[index]

@@ -33,10 +33,12 @@ class Opening(NamedTuple):
 
     num_slots: int
     """Slots of each group, to begin with."""
-    most_slots: int
-    """Most slots of a group, with those that samples keep while they wait."""
+    num_running: int
+    """Most samples of a group that run."""
+    num_kept: int
+    """Most further samples that keep a slot while they wait."""
     longest: int
-    """Most positions of a slot."""
+    """Most positions of a slot of this rank's samples."""
     num_steps: int
     """Most tokens of a response."""
     version: int | None
@@ -45,7 +47,7 @@ class Opening(NamedTuple):
     """Role of the model, among those that environments of the call ask; None: the one whose call it is."""
 
 
-ChangeName = Literal["make_room", "copy", "move", "swap", "set_pages"]
+ChangeName = Literal["may_need", "make_room", "copy", "move", "swap", "set_pages"]
 
 
 @dataclass(frozen=True, slots=True)

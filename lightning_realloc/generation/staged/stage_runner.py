@@ -111,6 +111,13 @@ class LastStageRunner(StageRunner):
         super().submit(step)
         return super().collect()
 
+    def describe(self) -> None:
+        """Keys and values lie on all stages, and stay there."""
+
+    def may_need(self, length: int) -> None:
+        self._changes.append(SlotChange("may_need", (length,)))
+        super().may_need(length)
+
     def make_room(self, length: int, num_slots: int = 0) -> None:
         if num_slots > self._num_slots:
             self._record("make_room", length, num_slots)

@@ -22,6 +22,7 @@ from lightning_realloc.generation.engine_parts import build_cache, num_kept_slot
 from lightning_realloc.generation.forward.attention import check_idle, slot_attention
 from lightning_realloc.generation.forward.packed_linear import packed_linears
 from lightning_realloc.generation.loop.run import Budget, GenerationRun, GenerationStats
+from lightning_realloc.generation.loop.sample_access import SampleAccess
 from lightning_realloc.generation.staged.commands import Closing, GroupCommand, Leaving, NewWeights, Opening
 from lightning_realloc.generation.staged.groups import (
     GroupConversations,
@@ -30,6 +31,7 @@ from lightning_realloc.generation.staged.groups import (
     own_samples,
 )
 from lightning_realloc.generation.staged.stage_runner import LastStageRunner, StageRunner
+from lightning_realloc.generation.staged.turns import GroupTurns
 from lightning_realloc.runtime.parallel.stage_link import StageLink
 
 R = TypeVar("R", bound=StageRunner)
@@ -57,9 +59,10 @@ class StagedEngine(GenerationEngine):
         role: Name of the model among the `partners` of another engine, whose `follow` the other stages are in; None:
             they follow this engine.
         updates: Fills this stage with newer weights during a generation; None: they change between calls only.
-        options: Of `GenerationEngine`, without ``cuda_graphs``, ``compile``, ``batch_invariant``, ``peers`` and
+        options: Of `GenerationEngine`, without ``cuda_graphs``, ``compile``, ``batch_invariant`` and
             ``poll_weights``. ``max_cache_bytes`` bounds the bytes of each stage; the groups have equal shares.
-            Drafts are made on the last stage alone, where a draft model lies whole.
+            Drafts are made on the last stage alone, where a draft model lies whole. ``peers``, on the last stage
+            alone, are the last stages of other pipelines; samples that move are read again there.
     """
 
     def __init__(
@@ -142,9 +145,8 @@ class StagedEngine(GenerationEngine):
         self._updates.follow(version)
 
     def _runner(self, kind: type[R], opening: Opening, group: int) -> R:
-        slots, longest, most = opening.num_slots, opening.longest, opening.most_slots
-        cache, link = self._caches[group], self._link
-        sizes = {"num_slots": slots, "longest": longest, "most_slots": most}
+        cache, link, most = self._caches[group], self._link, opening.num_running + opening.num_kept
+        sizes = {"num_slots": opening.num_slots, "longest": opening.longest, "most_slots": most}
         return kind(self._model, cache, **sizes, link=link, group=group, records=self._records)
 
     # ---- the last stage
@@ -153,13 +155,13 @@ class StagedEngine(GenerationEngine):
         opening = self._opening(call)
         check_supported(self._model, max_length=opening.longest)
         with self._commanding(opening), ExitStack() as session:
-            runs = self._runs(call, self._budget(call, lambda: runs[0].ended), opening)
+            turns, access = self._turns(call, self._budget(call, lambda: turns.ended), opening)
             session.enter_context(slot_attention(self._model))
             pack = session.enter_context(packed_linears(self._model, num_steps=opening.num_steps))
-            for run in runs:
+            for run in turns.runs:
                 session.enter_context(run)
-            self._take_turns(runs, call, pack)
-        return _added([run.stats() for run in runs])
+            self._take_turns(turns, access, call, pack)
+        return _added([run.stats() for run in turns.runs])
 
     @contextmanager
     def _commanding(self, opening: Opening) -> Iterator[None]:
@@ -177,53 +179,42 @@ class StagedEngine(GenerationEngine):
         """Return the sizes of a generation, which all stages and groups have."""
         samples, num_groups = call.samples, self._link.num_stages
         num_own = max(1, -(-len(samples) // num_groups))
-        num_slots = min(-(-self._max_slots // num_groups), num_own)
+        num_slots = self._num_slots(-(-self._max_slots // num_groups), num_own)
         num_kept = 0 if call.requests.environment is None else num_kept_slots(self._caches[0], num_slots, num_own)
-        num_steps = max((sample.max_new_tokens for sample in samples), default=0) if self._pack_weights else 0
+        num_steps = self._num_packed_steps(samples, call.params)
         longest = max((sample.max_length for sample in samples), default=1)
         version = None if self._updates is None else self._version
-        return Opening(num_slots, num_slots + num_kept, longest, num_steps, version, self._role)
+        return Opening(min(num_slots, num_own), num_slots, num_kept, longest, num_steps, version, self._role)
 
-    def _runs(self, call: EngineCall, budget: Budget, opening: Opening) -> list[GenerationRun]:
-        """Return a run for each group, with nothing admitted yet."""
+    def _turns(self, call: EngineCall, budget: Budget, opening: Opening) -> tuple[GroupTurns, SampleAccess]:
+        """Return a run for each group, with nothing admitted yet, and access to the samples of all."""
         asked, num_groups = call.requests, self._link.num_stages
         conversations = self._conversations(asked.environment, asked.conversation)
         shared = None if conversations is None else SharedConversations(conversations, num_groups=num_groups)
         groups = divide_prompts(asked.queue(call.samples), num_groups)
-        runs = []
+        runs, all_places = [], []
         for group, prompts in enumerate(groups):
             places, own = own_samples(prompts)
             samples = [call.samples[place] for place in places]
             waiting = [prompt for prompt in own if not call.stop.already_ends(samples[prompt.samples[0]])]
             executor, decoding = self._runner(LastStageRunner, opening, group), self._decodings[group]
             talks = None if shared is None else GroupConversations(shared, group, places)
-            sizes = {"num_slots": opening.num_slots, "num_kept": opening.most_slots - opening.num_slots}
+            sizes = {"num_slots": opening.num_running, "num_kept": opening.num_kept}
             scheduler = self._scheduler(waiting, samples, executor, decoding, **sizes)
             pause_s, params, stop = self._max_pause_s(), call.params, call.stop
             runs.append(
                 GenerationRun(executor, scheduler, samples, params, stop, decoding, talks, budget, max_pause_s=pause_s)
             )
-            runs[group].ended = runs[0].ended
-        return runs
+            all_places.append(places)
+        turns = GroupTurns(runs, conversations, self._lockstep, lambda: call.notifier.follow(turns.ended))
+        return turns, SampleAccess(runs, call.samples, all_places)
 
-    def _take_turns(self, runs: Sequence[GenerationRun], call: EngineCall, pack: Callable[[], None]) -> None:
-        """Collect and submit each run's steps in turn, until all samples are finished.
-
-        A run waits for its environment only if no run had anything to submit since its last turn.
-        """
-        goes_on, num_idle = True, 0
-        while goes_on or any(run.is_in_flight for run in runs):
-            self._renew_weights(runs, pack)
-            for run in runs:
-                run.collect_step()
-                call.notifier.follow(run.ended)
-                has_work = any(each.has_work for each in runs)
-                goes_on = goes_on and (self._lockstep(has_work) if self._lockstep is not None else has_work)
-                if goes_on and (run.has_work or self._lockstep is not None):
-                    run.submit_step(may_wait=num_idle >= len(runs))
-                elif run.conversations is not None:
-                    run.conversations.mark_idle(True)
-                num_idle = 0 if run.is_in_flight else num_idle + 1
+    def _take_turns(self, turns: GroupTurns, access: SampleAccess, call: EngineCall, pack: Callable[[], None]) -> None:
+        """Generate until all samples are finished, including those that arrive from other ranks."""
+        self._rebalance(turns, access, call)
+        while turns.goes_on:
+            self._renew_weights(turns.runs, pack)
+            turns.step()
 
     def _renew_weights(self, runs: Sequence[GenerationRun], pack: Callable[[], None]) -> None:
         """Let all stages take newer weights, if there are some, after the same steps."""

@@ -109,10 +109,12 @@ class EngineFactory(ABC):
                 f"{call.name} runs in the layout {replica.layout}, whose blocks are run by all ranks together, and "
                 f"environments of one rank talk to models when others do not; give it a layout with fsdp=1 and ep=1"
             )
-        if self._algorithm.generation_options.sample_reallocation and replica.layout.dims.tp > 1:
+        shares_models = replica.layout.dims.tp > 1 or replica.layout.count(*Layout.stage_axes) > 1
+        if self._algorithm.generation_options.sample_reallocation and shares_models:
             raise GenerationError(
                 f"{call.name} runs in the layout {replica.layout}, whose ranks answer for models together, and samples "
-                f"move to and from each of them at times of its own; give it tp=1, or leave sample_reallocation out"
+                f"move to and from each of them at times of its own; give it tp=1 and pp=1, or leave "
+                f"sample_reallocation out"
             )
         own = replica if role == call.role else self._context.pool.active(call.name, role)
         if own.layout != replica.layout:

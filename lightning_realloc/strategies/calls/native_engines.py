@@ -42,8 +42,7 @@ class NativeEngines(EngineFactory):
         context, algorithm, options = self._context, self._algorithm, self._algorithm.generation_options
         lockstep = self._lockstep(replica)
         drafter = self._drafter(replica, peers)
-        # Ranks that gather a model's blocks together make every step together: moving samples would gain nothing.
-        moves = self._moves(peers) if lockstep is None else None
+        moves = self._moves(peers, lockstep)
         engine = GenerationEngine(
             replica.model,
             tokenizer=algorithm.tokenizer,
@@ -76,14 +75,16 @@ class NativeEngines(EngineFactory):
         """Return the engine of a pipeline's stage."""
         link, lockstep = self._link(replica), self._lockstep(replica)
         drafter = self._drafter(replica, peers) if link.is_last else None
+        moves = self._moves(peers, lockstep) if link.is_last else None
         taken = None if adapter_config(replica.model) is not None else updates
-        engine = self._stage(replica, link, max_slots, lockstep=lockstep, drafter=drafter, updates=taken)
+        engine = self._stage(replica, link, max_slots, lockstep=lockstep, drafter=drafter, updates=taken, peers=moves)
         return ReplicaEngine(
             replica=replica,
             engine=engine,
             peers=peers,
             lockstep=lockstep,
             drafter=drafter,
+            moves=moves,
             updates=updates,
             stages=engine,
         )
@@ -104,6 +105,7 @@ class NativeEngines(EngineFactory):
         lockstep: Lockstep | None = None,
         drafter: Drafter | None = None,
         updates: WeightUpdates | None = None,
+        peers: Peers | None = None,
     ) -> StagedEngine:
         """Return a stage's engine; ``role``: that of a model which environments ask."""
         from lightning_realloc.generation.staged.staged_engine import StagedEngine
@@ -119,6 +121,7 @@ class NativeEngines(EngineFactory):
             lockstep=lockstep,
             speculation=None if drafter is None else algorithm.speculation,
             drafter=drafter,
+            peers=peers,
             max_cache_bytes=algorithm.generation_options.max_cache_bytes,
             agree=agreement(context.pool.meshes.tensor_group(replica.layout), context.device),
         )
@@ -153,9 +156,10 @@ class NativeEngines(EngineFactory):
         group = self._context.pool.meshes.batch_group(replica.layout)
         return None if group is None else Lockstep(group, self._context.device)
 
-    def _moves(self, peers: tuple[int, ...]) -> Peers | None:
+    def _moves(self, peers: tuple[int, ...], lockstep: Lockstep | None) -> Peers | None:
         setting = self._algorithm.generation_options.sample_reallocation
-        if not setting or not peers:
+        # Ranks that gather a model's blocks together make every step together: moving samples would gain nothing.
+        if not setting or not peers or lockstep is not None:
             return None
         from lightning_realloc.generation.rebalance.peers import Peers
 

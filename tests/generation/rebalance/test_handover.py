@@ -43,6 +43,9 @@ class OneSample:
         assert index in self.running, "a sample without a slot has no keys and values"
         return torch.arange(begin, end, dtype=torch.uint8)
 
+    def settle(self) -> None:
+        """No step is in flight."""
+
     def remove(self, index: int) -> None:
         (self.running if index in self.running else self.queued).remove(index)
 

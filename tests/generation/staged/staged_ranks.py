@@ -11,9 +11,12 @@ import torch.distributed as dist
 
 from lightning_realloc.generation import Completion, Turn
 from lightning_realloc.generation.loop.run import GenerationStats
+from lightning_realloc.generation.rebalance.handover import MigrationStats
+from lightning_realloc.generation.rebalance.peers import Peers
 from lightning_realloc.generation.speculative.draft_model import ModelDrafter
 from lightning_realloc.generation.staged.staged_engine import StagedEngine
 from lightning_realloc.layout import Layout, ModelLayout
+from lightning_realloc.runtime.messages.mailbox import Mailbox
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.parallel.parallelize import parallelize
@@ -21,6 +24,7 @@ from lightning_realloc.runtime.parallel.pipeline import PipelineStage
 from lightning_realloc.runtime.parallel.stage_link import StageLink
 from lightning_realloc.strategies.calls.engine_factory import agreement
 from lightning_realloc.strategies.calls.lockstep import Lockstep
+from tests.generation.random_moves import at_random, moving
 from tests.models import tiny_model
 
 
@@ -29,13 +33,17 @@ class Made(NamedTuple):
 
     completions: list[Completion]
     stats: GenerationStats
+    moves: MigrationStats | None
 
 
 LAYERS = {"num_hidden_layers": 4}
 
 
 def staged_engine(family: str, layout: Layout, meshes: MeshRegistry, **options: Any) -> StagedEngine:
-    """Return this rank's engine of a tiny model with four layers, which may draft by a whole copy of the model."""
+    """Return this rank's engine of a tiny model with four layers.
+
+    It may draft by a whole copy of the model (``drafts_by_itself``), and move samples (``moves``: those that may).
+    """
     model = tiny_model(family, **LAYERS)
     model_layout = ModelLayout(describe_model(model), layout)
     model = parallelize(model, model_layout, meshes)
@@ -46,6 +54,10 @@ def staged_engine(family: str, layout: Layout, meshes: MeshRegistry, **options: 
     stage = PipelineStage(model, model_layout, meshes)
     if options.pop("drafts_by_itself", False) and stage.is_last:
         options["drafter"] = ModelDrafter(tiny_model(family, **LAYERS), model)
+    if moves := options.pop("moves", None):
+        rank, peers = dist.get_rank(), layout.batch_group(dist.get_rank())
+        mailbox = Mailbox(rank, dist.get_world_size(), host)
+        options["peers"] = Peers(mailbox, rank, tuple(set(peers) - {rank}), moves) if stage.is_last else None
     return StagedEngine(
         model,
         StageLink(stage, host),
@@ -87,15 +99,16 @@ def generate_staged(
             meshes.new_host_group()
             made.append(None)
             continue
-        engine = staged_engine(family, layout, meshes, **options)
+        engine = staged_engine(family, layout, meshes, **dict(options))
         if engine.is_follower:
             assert engine.follow() and engine.follow()
             made.append(None)
             continue
         mine, places = own_prompts(layout, prompts)
         ids = [n * place + k for place in places for k in range(n)]
-        for _ in range(2):
-            completions = engine.generate(mine, sample_ids=ids, **arguments)
-            engine.leave()
-        made.append(Made(completions, engine.stats))
+        with moving(every=3, plan_balance=at_random):
+            for _ in range(2):
+                completions = engine.generate(mine, sample_ids=ids, **arguments)
+                engine.leave()
+        made.append(Made(completions, engine.stats, engine.migration_stats))
     return made

@@ -35,7 +35,10 @@ def check_as_alone(
         made = [each for result in results if result[number] for each in result[number].completions]
         found = {completion.sample_id: completion.token_ids for completion in made}
         assert found == expected, text
-    return [made.stats for result in results for made in result if made is not None]
+    made = [made for result in results for made in result if made is not None]
+    if "moves" in options:
+        assert sum(each.moves.num_received for each in made)
+    return [each.stats for each in made]
 
 
 def test_groups_that_take_turns_ask_their_environment_and_verify_drafts(workers: WorkerPool) -> None:
@@ -72,6 +75,24 @@ def test_a_draft_model_on_the_last_stage_follows_the_samples_of_each_group(
     for stats in check_as_alone(workers, "llama", layouts.split(), asked, max_slots=5, **bounded, **drafts):
         assert stats.accepted_tokens > 0.9 * stats.verified_tokens > 0
         assert bound is None or stats.num_preemptions
+
+
+@pytest.mark.parametrize(
+    ("layout", "moves", "bound", "asks"),
+    matrix(
+        [("pp2.dp2@3,1,2,0", "queued", None, True), ("pp2.dp2", "all", TWO, True), ("pp2.dp2", "all", None, False)],
+        ("pp2.dp2", "all", TWO, True),
+    ),
+)
+def test_samples_that_move_between_pipelines_at_random_get_the_tokens_of_one_rank(
+    workers: WorkerPool, layout: str, moves: str, bound: int | None, asks: bool
+) -> None:
+    params = SamplingParams(max_new_tokens=40, n=2, seed=3, stop_token_ids=(7, 70, 77))
+    asked = {"params": params, "prompts": [*PROMPTS, [3, 4], [9, 8, 7]]} | (
+        {"environment": answer_in_words} if asks else {}
+    )
+    slots = 3 if moves == "queued" else 16  # running samples move to free slots
+    check_as_alone(workers, "llama", [layout], asked, moves=moves, max_slots=slots, max_cache_bytes=bound, **NGRAM)
 
 
 @pytest.mark.parametrize("family", matrix(["llama", "qwen3", "gemma2", "gpt_oss", "mixtral"], "llama"))

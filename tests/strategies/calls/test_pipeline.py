@@ -80,7 +80,7 @@ def test_generation_on_parts_of_rows_or_in_interleaved_stages_is_refused(generat
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"generation": GenerationOptions(sample_reallocation=True)}, "sample_reallocation=True"),
+        ({"generation": GenerationOptions(batch_invariant=True)}, "batch_invariant=True"),
         ({"engine": "hf"}, "engine='hf'"),
     ],
 )
