@@ -250,6 +250,14 @@ def test_mixtures_of_experts_are_planned_if_their_config_describes_them(
     assert "is a mixture of 8 experts and does not say how" in refused("--actor", str(tmp_path), *SMALL)
 
 
+def test_models_without_tensor_parallelism_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 256, "n_head": 4, "vocab_size": 1000}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    text = ask(capsys, "--actor", str(tmp_path), "--reference", SMALLER, *SMALL)
+    assert "  No tensor parallelism in actor: their model cannot run so.\n" in text
+    assert not re.search(r"actor\..*\btp[0-9]", text)
+
+
 def test_roles_have_the_defaults_of_the_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
     ppo = ("--algorithm", "ppo", *SMALL)
     assert f"actor, reference, reward, critic: {TINY}" in ask(capsys, "--actor", TINY, *ppo)

@@ -90,7 +90,7 @@ class MeasuredCost(CallCost):
 
     def _contention_of(self, micro_batches: int) -> float:
         """Return the slowdown of a call with idle stages while the pipeline fills and drains."""
-        return self.contention(micro_batches / (micro_batches + self.dims.pp - 1))
+        return self.contention(micro_batches / (micro_batches + (self.dims.pp - 1) / self.dims.vpp))
 
 
 class MeasuredEstimator:
@@ -124,7 +124,7 @@ class MeasuredEstimator:
         return self._calls[key]
 
     def is_measured(self, call: str, dims: ParallelDims) -> bool:
-        """Whether the passes of a call were measured at these degrees, ignoring pp."""
+        """Whether the passes of a call were measured at these degrees, ignoring pp and vpp."""
         chosen = self.dataflow.call(call)
         if chosen.role is None:
             return True
@@ -175,7 +175,7 @@ class MeasuredEstimator:
         return cost.seconds(call.kind, plan).scaled(self.roofline.factors.get(call.name, 1.0))
 
     def _keys(self, role: str, kind: CallKind, dims: ParallelDims) -> dict[PassKind, PassKey]:
-        inside = replace(dims, pp=1)
+        inside = replace(dims, pp=1, vpp=1)
         alone = inside if dims.ep > 1 else replace(inside, dp=1)  # replicas communicate only to reduce gradients
         return {
             one: PassKey(self.models[role], one, inside if one.startswith("train") else alone) for one in _KINDS[kind]

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lightning_realloc.dataflow.dataflow import CallKind
 from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelSpec
-from lightning_realloc.tuning.estimate.estimator import Estimator
-from lightning_realloc.tuning.search.space import CallOptions, RankSet, call_dims, sizes
+from lightning_realloc.tuning.estimate.estimator import CallSeconds, Estimator
+from lightning_realloc.tuning.search.space import CallOptions, RankSet, call_dims, interleaved, sizes
+
+MIN_INTERLEAVING_GAIN = 0.05
+"""Least fraction of a training call's seconds that another run of blocks per stage has to save. Raising it makes
+searches shorter, and leaves more idle time in pipelines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +104,8 @@ class Option(NamedTuple):
     """Whether the call reads a replica of its own even in the layout of its home."""
     further_bytes: int = 0
     """Bytes that further models of the call keep between calls."""
+    pipeline_seconds: float = 0.0
+    """Seconds in which pipeline stages wait for each other, and of their messages."""
 
     @property
     def kept_bytes(self) -> int:
@@ -148,14 +154,40 @@ class Pricing:
                 return tables, False
             ranks = tuple(range(size))
             layouts: dict[ParallelDims, Layout] = {}
-            for table, call in zip(tables, calls, strict=True):
+            for call in sorted(calls, key=lambda one: not one.is_home):
                 dims = call_dims(dataflow.call(call.name), self.models, size, cluster, self.options)
-                found = [
-                    option for one in dims for option in self._priced(call, layouts.setdefault(one, Layout(one, ranks)))
-                ]
+                dims += self._interleaved_home(call, tables[call.home].get(size, ()))
+                found = list[Option]()
+                for one in dims:
+                    layout = layouts.setdefault(one, Layout(one, ranks))
+                    found += self._trained(call, layout) if call.kind == "train" else self._priced(call, layout)
                 if found:
-                    table[size] = found
+                    tables[call.number][size] = found
         return tables, True
+
+    def _interleaved_home(self, call: SearchedCall, home: Iterable[Option]) -> tuple[ParallelDims, ...]:
+        """Return the interleaved degrees of a call's home, in which it needs no replica; none if it generates."""
+        if call.is_home or call.kind == "generate":
+            return ()
+        return tuple(dict.fromkeys(option.dims for option in home if option.dims.vpp > 1))
+
+    def _trained(self, call: SearchedCall, layout: Layout) -> list[Option]:
+        """Return the undominated options of a training call in a layout, and those of interleaved stages that gain."""
+        every = self._fitting(call, layout)
+        found, fastest = _pareto(every), min((option.seconds for option in every), default=0.0)
+        if layout.dims.vpp > 1 or not call.is_timed:
+            return found
+        for dims in interleaved(self.models[call.role], layout.dims):
+            limit, saved = (1 - MIN_INTERLEAVING_GAIN) * fastest, 1 - 1 / dims.vpp
+            # Interleaving divides the idle seconds by vpp at most, and needs no fewer bytes.
+            plans = [option.plan for option in every if option.seconds - saved * option.pipeline_seconds < limit]
+            there = Layout(dims, layout.ranks)
+            priced = self._fitting(call, there, [replace(plan, layout=there) for plan in plans]) if plans else []
+            faster = [option for option in priced if option.seconds < limit]
+            if not faster:
+                break
+            found, fastest = found + _pareto(faster), min(option.seconds for option in faster)
+        return found
 
     def _priced(self, call: SearchedCall, layout: Layout) -> list[Option]:
         """Return the undominated options of a layout.
@@ -163,6 +195,10 @@ class Pricing:
         Moves and resident bytes depend on the layout only. An option that is slower and larger than another one of its
         layout is therefore in no best plan.
         """
+        return _pareto(self._fitting(call, layout))
+
+    def _fitting(self, call: SearchedCall, layout: Layout, plans: Iterable[CallPlan] | None = None) -> list[Option]:
+        """Return the options of a layout that fit; ``plans`` are those to price, None for all."""
         resident = self.estimator.resident_bytes(call.role, layout, is_home=call.is_home)
         further = further_bytes(self.estimator, call, layout)
         kept = (resident if call.is_home else 0) + further
@@ -170,7 +206,7 @@ class Pricing:
             return []
         is_copied = call.kind == "generate" and self.estimator.generates_in_copy(call.owner, layout)
         found, too_large = [], set[tuple[object, ...]]()
-        for plan in self.options.plans(call.kind, layout):
+        for plan in self.options.plans(call.kind, layout) if plans is None else plans:
             *others, _ = plan.options
             if tuple(others) in too_large:
                 continue  # the same passes under 1F1B, which needs no more bytes than other schedules
@@ -178,10 +214,15 @@ class Pricing:
             if kept + active > self.memory_budget:
                 too_large.add(tuple(others))
                 continue
-            seconds = self.estimator.call_seconds(call.name, plan).total if call.is_timed else 0.0
-            if math.isfinite(seconds):
-                found.append(Option(layout.dims, plan, seconds, active, resident, is_copied, further))
-        return undominated(found, lambda option: (option.seconds, option.active_bytes))
+            parts = self.estimator.call_seconds(call.name, plan) if call.is_timed else CallSeconds()
+            if math.isfinite(parts.total):
+                bytes_ = active, resident, is_copied, further
+                found.append(Option(layout.dims, plan, parts.total, *bytes_, parts.pipeline))
+        return found
+
+
+def _pareto(options: Iterable[Option]) -> list[Option]:
+    return undominated(options, lambda option: (option.seconds, option.active_bytes))
 
 
 def further_bytes(estimator: Estimator, call: SearchedCall, layout: Layout) -> int:

@@ -29,6 +29,8 @@ MANY_CACHED_TOKENS = 1 << 20
 searches for long responses shorter, and may leave them without a plan that fits."""
 FEW_SLOTS = (1, 4, 16)
 """Slots that are tried for such responses."""
+RUNS_OF_A_STAGE = (2, 4)
+"""Degrees vpp that are tried for training in stages, ascending. Higher ones send more messages to save less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +241,13 @@ def can_be_pipelined(model: ModelSpec, pp: int) -> bool:
     """Return whether a model can be divided into ``pp`` stages."""
     tied = any(model.param(owner).section in ("input", "output") for _, owner in model.aliases)
     return pp <= model.num_blocks and not tied
+
+
+def interleaved(model: ModelSpec, dims: ParallelDims) -> tuple[ParallelDims, ...]:
+    """Return the degrees with several runs of blocks for each pipeline stage; none without stages."""
+    if dims.pp == 1:
+        return ()
+    return tuple(replace(dims, vpp=vpp) for vpp in RUNS_OF_A_STAGE if dims.pp * vpp <= model.num_blocks)
 
 
 def _can_be_sharded(model: ModelSpec) -> bool:

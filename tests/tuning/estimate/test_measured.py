@@ -106,11 +106,14 @@ def test_replies_of_other_models_take_their_share_in_every_layout() -> None:
     assert seconds(asking, "reference.infer", "dp1@0") == seconds(plain, "reference.infer", "dp1@0")
 
 
-def test_a_pipeline_waits_for_its_first_and_last_micro_batch() -> None:
+@pytest.mark.parametrize(
+    ("layout", "turns", "sends"), [("pp2@0-1", 4 + 1, 4 + 1), ("pp2.vpp2@0-1", 4 + 1 / 2, 2 * 4 + 1)]
+)
+def test_a_pipeline_waits_for_its_first_and_last_micro_batch(layout: str, turns: float, sends: int) -> None:
     answers = estimator({("infer", ALONE): passes(0.01, 0.0)})
     stage = 32 * 2 * 0.01  # a micro-batch through two of four blocks
-    send = answers.roofline.cost("reference", CallPlan(Layout.parse("pp2@0-1")))._send(32)
-    assert seconds(answers, "reference.infer", "pp2@0-1") == pytest.approx(5 * stage + 5 * send + CALL_S)
+    send = answers.roofline.cost("reference", CallPlan(Layout.parse(layout)))._send(32)
+    assert seconds(answers, "reference.infer", layout) == pytest.approx(turns * stage + sends * send + CALL_S)
 
 
 def test_unmeasured_calls_are_estimated_and_scaled_by_measured_ones() -> None:

@@ -14,12 +14,15 @@ from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
+from lightning_realloc.layout.model import ModelLayout
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
 from lightning_realloc.tuning.memory.parts import HEADROOM, MemorySettings, Workload, usable_bytes
 from lightning_realloc.tuning.search.infeasible import NothingFitsError
+from lightning_realloc.tuning.search.options import MIN_INTERLEAVING_GAIN
 from lightning_realloc.tuning.search.plan_search import SearchResult, search_plan
 from lightning_realloc.tuning.search.planning_task import PlanningTask
 from lightning_realloc.tuning.search.pricing import PlanPricer
+from lightning_realloc.tuning.search.problem import Problem
 from lightning_realloc.tuning.search.space import CallOptions
 from tests.matrices import matrix
 from tests.tuning.examples import PPO_FLOW, role_of, roles_of, with_adapters
@@ -177,7 +180,7 @@ def test_a_plan_that_can_start_is_preferred_to_a_faster_one_that_cannot(monkeypa
     )
     # Two whole frozen models on every CPU rank, and the actor's shard: with more ranks for it, a little less.
     limits: dict[str, Any] = {"seed": 0, "seconds": 60, "max_evaluations": 1000}
-    task = pricer(925 << 20, cluster="a100-80g:4x8").task
+    task = pricer(938 << 20, cluster="a100-80g:4x8").task
     roles = {name: replace(role, deferred=name not in ("reward", "reference")) for name, role in task.roles.items()}
     task = replace(task, roles=roles, settings=replace(HALF, builds_on_device=True))
     bench = PlanPricer(task, RooflineEstimator(PPO_FLOW, task.cluster, roles, task.settings, task.workload))
@@ -252,6 +255,56 @@ def test_a_search_delays_gradients_of_weights_where_stages_would_wait_and_blocks
     schedules = {delays: best.plan.call("actor.train").pipeline_schedule for delays, best in found.items()}
     assert schedules == {True: "zero_bubble", False: "1f1b"}
     assert found[True].seconds < 0.97 * found[False].seconds
+
+
+def _few_micro_batches(flow: Dataflow, *, link_bytes_per_s: float) -> tuple[PlanPricer, Problem]:
+    """Return the pricer of a small model with compiled blocks on four devices, and the problem of its search."""
+    task = pricer(80 << 30, cluster="a100-80g:1x4").task
+    cluster = replace(task.cluster, intra_node_bytes_per_s=link_bytes_per_s)
+    roles, load = {"actor": role_of(MODEL)}, replace(LOAD, num_sequences=16)
+    task = replace(task, dataflow=flow, roles=roles, cluster=cluster, workload=load, delays_weight_gradients=False)
+    prices = RooflineEstimator(flow, cluster, roles, HALF, load)
+    bench = PlanPricer(task, prices, options=CallOptions(micro_batch_tokens=(2048,)))
+    problem = Problem(
+        task.models, prices, options=bench.options, overlap="iterations", memory_budget=80 << 30,
+        is_late=lambda: False,
+    )  # fmt: skip
+    return bench, problem
+
+
+ACTOR_TRAIN = ModelFunctionCall("actor.train", "train", "actor", "loss", ("batch",))
+ACTOR_FLOW = Dataflow(
+    (
+        ModelFunctionCall("actor.generate", "generate", "actor", "roll_out", ("batch",), ("rollout",)),
+        ModelFunctionCall("actor.infer", "infer", "actor", "score", ("rollout",), ("old_logprobs",)),
+        ModelFunctionCall("actor.train", "train", "actor", "loss", ("rollout", "old_logprobs")),
+    )
+)
+
+
+@pytest.mark.parametrize(("link_bytes_per_s", "vpp"), [(20e9, 2), (2e9, 1)])
+def test_a_search_interleaves_stages_where_messages_take_less_than_waiting(link_bytes_per_s: float, vpp: int) -> None:
+    bench, problem = _few_micro_batches(Dataflow((ACTOR_TRAIN,)), link_bytes_per_s=link_bytes_per_s)
+    best, _ = bench.search(seed=0, seconds=60, clock=time.process_time, max_evaluations=300)
+    chosen = best.plan.layout("actor.train").dims
+    assert chosen.pp > 1 and chosen.vpp == vpp
+    without = min(option.seconds for option in problem.tables[0][4] if option.dims.vpp == 1)
+    assert (best.seconds < 0.99 * without) == (vpp > 1)
+
+
+def test_only_training_that_gains_is_interleaved_and_inference_that_shares_its_weights() -> None:
+    bench, problem = _few_micro_batches(ACTOR_FLOW, link_bytes_per_s=20e9)
+    generate, infer, train = (
+        {(size, option.dims) for size, row in table.items() for option in row if option.dims.vpp > 1}
+        for table in problem.tables
+    )
+    assert train and infer == train and not generate
+    for size, row in problem.tables[2].items():
+        for option in (one for one in row if one.dims.vpp > 1):
+            ModelLayout(bench.task.models["actor"], Layout(option.dims, tuple(range(size))))  # refuses too few blocks
+            alike = [one for one in row if replace(option.dims, vpp=one.dims.vpp) == one.dims]
+            fewer = [one.seconds for one in alike if one.dims.vpp < option.dims.vpp]
+            assert option.seconds < (1 - MIN_INTERLEAVING_GAIN) * min(fewer)
 
 
 def test_the_number_of_nodes_that_would_do_counts_checkpointing() -> None:

@@ -17,10 +17,12 @@ from lightning_realloc.layout.model import ModelLayout, ModelSpec, ParamSpec
 from lightning_realloc.tuning.estimate.cost import Placement
 from lightning_realloc.tuning.search.space import (
     MIN_SLICE_TOKENS,
+    RUNS_OF_A_STAGE,
     CallOptions,
     RankSet,
     call_dims,
     canonical_sets,
+    interleaved,
     legal_dims,
     node_counts,
     rank_sets,
@@ -105,6 +107,17 @@ def test_degrees_are_those_that_model_kind_nodes_and_rows_allow(
     divides = options is LONG and num_ranks > 1 and kind != "generate"
     assert any(dims.cp > 1 for dims in found) == divides
     assert len(found) == len(expected)
+
+
+@pytest.mark.parametrize("num_blocks", [3, 8, 9, 16])
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_stages_are_interleaved_where_blocks_suffice(num_blocks: int, pp: int) -> None:
+    blocks = tuple(ParamSpec(f"block.{b}", (24, 4), sharded(), "block", b) for b in range(num_blocks))
+    model = ModelSpec(blocks, num_blocks=num_blocks)
+    found = interleaved(model, ParallelDims(pp=pp, fsdp=2)) if pp <= num_blocks else ()
+    assert [dims.vpp for dims in found] == [vpp for vpp in RUNS_OF_A_STAGE if pp > 1 and pp * vpp <= num_blocks]
+    for dims in found:
+        ModelLayout(model, Layout(dims, tuple(range(2 * pp))))  # refuses layouts that no call can run
 
 
 @pytest.mark.parametrize("kind", KINDS)
