@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -24,6 +25,7 @@ from lightning_realloc.runtime.model.structure import copy_without_weights
 
 ModelSource = str | Path | PreTrainedConfig | nn.Module
 """A Hugging Face name or folder, a config (random weights), or a module."""
+_LOADER = logging.getLogger("transformers.modeling_utils")
 _MOST_NAMED = 4
 """Number of weights that an error names; it counts the others."""
 
@@ -123,22 +125,37 @@ def require_head(role: str, kind: str, missing: list[str]) -> None:
 
 
 @contextmanager
-def loading_progress(where: str) -> Iterator[None]:
+def loading_progress(where: str, *, reports: bool) -> Iterator[None]:
     """Let rank 0 alone draw transformers' bars for downloads and weights, since all ranks load at the same time.
 
     Where no bar can be drawn, such as in a job's log, rank 0 logs a line.
+
+    Args:
+        where: The model, in that line.
+        reports: Let rank 0 log transformers' table of missing and unexpected weights. Without it, the caller refuses
+            those that matter, by name; a critic's table would list its new head alone.
     """
     is_drawn = can_draw_bars(sys.stderr)  # where transformers draws
-    silences = is_progress_bar_enabled() and (getattr(rank_zero_only, "rank", 0) != 0 or not is_drawn)
+    is_first = getattr(rank_zero_only, "rank", 0) == 0
+    silences = is_progress_bar_enabled() and not (is_first and is_drawn)
     if not is_drawn:
         rank_zero_info(f"{where}: loading weights")
     if silences:
         disable_progress_bar()
+    if not (reports and is_first):
+        _LOADER.addFilter(_is_no_report)
     try:
         yield
     finally:
+        _LOADER.removeFilter(_is_no_report)
         if silences:
             enable_progress_bar()
+
+
+def _is_no_report(record: logging.LogRecord) -> bool:
+    """Keep the table of an error of conversion, which the error refers to."""
+    text = record.getMessage()
+    return "LOAD REPORT" not in text or "CONVERSION" in text
 
 
 def log_whole(where: str, model: nn.Module, missing: Collection[str]) -> None:

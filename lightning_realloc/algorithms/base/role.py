@@ -357,7 +357,10 @@ class Role:
         auto: Any = _AUTO_CLASSES[self.task]
         where = f"{self.name}={str(source)!r}"
         try:
-            with loading_progress(where), weights_left_in_files() if deferred else nullcontext():
+            with (
+                loading_progress(where, reports=allow_missing),
+                weights_left_in_files() if deferred else nullcontext(),
+            ):
                 model, found = auto.from_pretrained(
                     source, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, **options
                 )
