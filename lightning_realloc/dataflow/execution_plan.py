@@ -27,6 +27,14 @@ OPTIMIZER_SUFFIX = ".optimizer"
 """Suffix of a trained role's name in ``offload``; it stands for the state of the role's optimizer."""
 
 
+_IN_A_CONFIGURATION = "; of a configuration of `fit`, save trainer.strategy.init_args.plan in a file of its own"
+_OF_TOKENS = (
+    "runs one token of a row at a time; train and infer with {axis}, generate with dp (or with tp, which also divides "
+    "long prompts and their keys), fsdp or pp"
+)
+_OF_RUNS = "runs one token at a time, which would pass each rank {axis} times; leave {axis} out of this call"
+
+
 @dataclass(frozen=True, slots=True)
 class CallPlan:
     """Layout and options of one call.
@@ -178,6 +186,7 @@ class ExecutionPlan:
             raise PlanError(
                 f"an execution plan has the key 'calls', with a layout for every call, and may have 'offload', a list "
                 f"of roles; got {list(mapping) if isinstance(mapping, Mapping) else repr(mapping)}"
+                f"{_IN_A_CONFIGURATION if isinstance(mapping, Mapping) and 'trainer' in mapping else ''}"
             )
         calls = tuple((str(name), CallPlan.parse(str(name), entry)) for name, entry in mapping["calls"].items())
         offload = mapping.get("offload") or []
@@ -283,8 +292,7 @@ class ExecutionPlan:
             if axis is not None and call.kind == "generate":
                 raise PlanError(
                     f"calls.{name}: layout {plan.layout} has {axis}={getattr(plan.layout.dims, axis)}, and generation "
-                    f"runs one token of a row at a time; train and infer with {axis}, generate with dp (or with tp, "
-                    f"which also divides long prompts and their keys), fsdp or pp"
+                    + (_OF_TOKENS if axis in plan.layout.token_axes else _OF_RUNS).format(axis=axis)
                 )
             if call.partners:
                 _check_asked(name, plan.layout)

@@ -294,9 +294,11 @@ class ModelLayout:
                 f"use pp of at most {max(1, self.model.num_blocks)}"
             )
         if self.layout.dims.num_runs > self.model.num_blocks:
+            largest = self.model.num_blocks // pp
             raise LayoutError(
                 f"pp={pp} with vpp={self.layout.dims.vpp} needs pp*vpp={self.layout.dims.num_runs} blocks but the "
-                f"model has {self.model.num_blocks}; use vpp of at most {self.model.num_blocks // pp}"
+                f"model has {self.model.num_blocks}; "
+                f"{f'use vpp of at most {largest}' if largest > 1 else 'leave vpp out'}"
             )
         for tied, owner in self.model.aliases:
             if self.model.param(owner).section in ("input", "output"):

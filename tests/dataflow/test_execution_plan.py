@@ -89,6 +89,10 @@ def test_an_error_names_the_call_of_the_plan_rather_than_one_that_copies_its_lay
     ("mapping", "message"),
     [
         ({"call": {}}, r"an execution plan has the key 'calls', with a layout for every call, .* got \['call'\]"),
+        (
+            {"trainer": {}, "model": {}},
+            r"got \['trainer', 'model'\]; .* save trainer\.strategy\.init_args\.plan in a file",
+        ),
         (0.5, r"an execution plan has the key 'calls', .* got 0\.5"),
         ([{"calls": {}}], r"an execution plan has the key 'calls', .* got \[{'calls'"),
         ({"calls": {"a": 4}}, r"calls\.a is 4; write a layout such as 'fsdp4@0-3'"),
@@ -199,6 +203,7 @@ def test_messages_use_the_singular_for_one_rank() -> None:
             {**ENTRIES, "actor.generate": {"layout": "dp4", "micro_batch_tokens": 8}},
             r"micro_batch_tokens applies only to calls that infer or train",
         ),
+        ({**ENTRIES, "actor.generate": "pp2.vpp2.dp2"}, r"vpp=2, and generation .*; leave vpp out of this call"),
         (
             {"actor.gen": "dp4", "actor.train": "fsdp4", "reference.infer": "tp4"},
             r"names actor\.gen, which this algorithm does not have \(did you mean actor\.generate\?\); it has act",

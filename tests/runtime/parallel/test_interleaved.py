@@ -67,6 +67,7 @@ def test_weights_move_between_interleaved_stages_and_other_layouts_bit_for_bit(w
     ("layout", "message"),
     [
         ("pp2.vpp3", r"pp=2 with vpp=3 needs pp\*vpp=6 blocks but the model has 5; use vpp of at most 2"),
+        ("pp4.vpp2", r"pp\*vpp=8 blocks but the model has 5; leave vpp out"),
         ("vpp2.fsdp2", "vpp=2 is the number of runs of blocks of each pipeline stage, and pp=1 has one stage"),
     ],
 )
