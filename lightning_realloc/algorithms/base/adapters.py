@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from pathlib import Path
@@ -117,6 +117,7 @@ class Adapters:
         if heads and not isinstance(config.exclude_modules, str):  # "all-linear" includes heads
             config.exclude_modules = sorted({*(config.exclude_modules or ()), *(head[:-1] for head in heads)})
         config.modules_to_save = None  # heads are trained in place, without a copy
+        _refuse_unmatched(config.target_parameters or (), model, self.role)
         try:
             inject_adapters(config, model)
         except (TypeError, ValueError) as error:
@@ -247,6 +248,24 @@ def _refuse_whole(names: list[str], role: str) -> None:
         raise ConfigError(
             f"{role}: modules_to_save asks to train {', '.join(names)} whole, and only a classifier's head is, which "
             f"needs no naming; leave them out, or name them in target_modules"
+        )
+
+
+def _refuse_unmatched(targets: Iterable[str], model: nn.Module, role: str) -> None:
+    """Raise ConfigError for targets that match no parameter: PEFT ignores them where others match."""
+    names = {name: parameter.ndim for name, parameter in model.named_parameters()}
+    for target in targets:
+        if any(name == target or name.endswith(f".{target}") for name in names):
+            continue
+        experts = {
+            f"{path}.{name}" for path, module in stacked_experts(model).items() for name, _ in module.named_parameters()
+        }
+        routers = {f"{path}.weight" for path, module in model.named_modules() if is_router(module)}
+        adaptable = {name for name in experts if names[name] == _NUM_EXPERT_DIMS} | routers
+        endings = sorted({".".join(name.split(".")[-2:]) for name in adaptable})
+        raise ConfigError(
+            f"{role}: target_parameters names {target!r}, and {type(model).__name__} has no such parameter; "
+            + (f"it has {', '.join(endings)}" if endings else "it has no stacked experts, leave target_parameters out")
         )
 
 

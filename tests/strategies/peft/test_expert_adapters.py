@@ -104,6 +104,10 @@ def test_adapters_of_experts_and_routers_are_read_from_peft_and_written_back(tmp
             {"target_parameters": ["q_proj.weight"]},
             r"names .*q_proj\.weight, of shape .* name linear layers in target_m",
         ),
+        (
+            {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj", "experts.up_proj"]},
+            r"names 'experts\.up_proj', .* it has experts\.down_proj, experts\.gate_up_proj, router\.weight",
+        ),
         ({"target_parameters": ["experts.down_proj_bias"]}, r"names .*\.down_proj_bias, of shape \(4, 64\)"),
         ({"lora_dropout": 0.1}, "does not work with lora_dropout != 0"),
         ({"use_dora": True}, "does not work with use_dora=True"),
