@@ -83,7 +83,9 @@ class FsdpCut(Cut):
 
     def refusal(self, shape: tuple[int, ...], count: int) -> str | None:
         """Refuse scalars."""
-        return None if shape else f"fsdp={count} needs a dim to chunk but the parameter is a scalar; give it shape (1,)"
+        if shape:
+            return None
+        return f"fsdp and cp, {count} ranks here, need a dim to chunk but the parameter is a scalar; give it shape (1,)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,9 +60,9 @@ class ParallelDims:
     dp: int = 1
     """Number of data-parallel replicas."""
     fsdp: int = 1
-    """Number of FSDP shards: chunks of dim 0 of every (tensor-parallel) local tensor, gathered for use."""
+    """Number of ranks that divide samples, and shard weights: chunks of dim 0 of local tensors, gathered for use."""
     cp: int = 1
-    """Number of context-parallel ranks that divide the tokens of each row, and hold the same weights."""
+    """Number of context-parallel ranks that divide the tokens of each row, and shard weights as ``fsdp`` does."""
     tp: int = 1
     """Number of tensor-parallel ranks that share the weights of each layer."""
     ep: int = 1
@@ -94,6 +94,11 @@ class ParallelDims:
     def num_runs(self) -> int:
         """Number of runs into which pipeline stages divide the blocks."""
         return self.pp * self.vpp
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards of weights that FSDP gathers for use; those of experts are fewer under ``ep``."""
+        return self.fsdp * self.cp
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -149,21 +154,21 @@ class Layout:
     batch_axes: ClassVar[tuple[str, ...]] = ("dp", "fsdp")
     """Axes over which samples are divided."""
     token_axes: ClassVar[tuple[str, ...]] = ("cp",)
-    """Axes along which ranks have the same samples and weights, and each runs layers on other tokens of every row."""
-    replica_axes: ClassVar[tuple[str, ...]] = ("dp", "cp")
-    """Axes along which ranks hold the same weights, and gradients of other tokens, which FSDP averages."""
-    shard_axes: ClassVar[tuple[str, ...]] = ("fsdp",)
+    """Axes along which ranks have the same samples, and each runs layers on other tokens of every row."""
+    replica_axes: ClassVar[tuple[str, ...]] = ("dp",)
+    """Axes along which ranks hold the same weights, and gradients of other samples, which FSDP averages."""
+    shard_axes: ClassVar[tuple[str, ...]] = ("fsdp", "cp")
     """Axes along which FSDP shards weights, and gathers them for use."""
     tensor_axes: ClassVar[tuple[str, ...]] = ("tp",)
     """Axes along which ranks share the weights of each layer, and the samples."""
     expert_axes: ClassVar[tuple[str, ...]] = ("ep",)
     """Axes along which ranks hold other experts, and exchange the tokens that are routed to these."""
-    expert_shard_axes: ClassVar[tuple[str, ...]] = ("expert_fsdp",)
-    """Axes along which FSDP shards experts: ranks of ``fsdp`` that ``ep`` leaves."""
-    expert_replica_axes: ClassVar[tuple[str, ...]] = ("expert_dp", "cp")
-    """Axes along which ranks hold the same shards of experts: ranks of ``dp`` that ``ep`` leaves, and ``cp``."""
-    weight_axes: ClassVar[tuple[str, ...]] = ("copy", "tp")
-    """Axes along which ranks of a stage hold one copy of all weights: the larger of ``fsdp`` and ``ep``, and ``tp``."""
+    expert_shard_axes: ClassVar[tuple[str, ...]] = ("expert_fsdp", "cp")
+    """Axes along which FSDP shards experts: ranks of ``fsdp`` that ``ep`` leaves, and ``cp``."""
+    expert_replica_axes: ClassVar[tuple[str, ...]] = ("expert_dp",)
+    """Axes along which ranks hold the same shards of experts: ranks of ``dp`` that ``ep`` leaves."""
+    weight_axes: ClassVar[tuple[str, ...]] = ("copy", "cp", "tp")
+    """Axes along which ranks of a stage hold one copy of all weights: ``copy`` is the larger of ``fsdp`` and ``ep``."""
     dims: ParallelDims
     ranks: tuple[int, ...]
     """Rank at each coordinate, in row-major order over ``AXES``."""
@@ -277,7 +282,7 @@ class Layout:
     @property
     def runs_in_lockstep(self) -> bool:
         """Whether a forward pass is collective over ranks with other samples: it gathers weights or sends tokens."""
-        return self.is_sharded or self.count(*self.expert_axes) > 1
+        return self.dims.fsdp * self.dims.ep > 1  # ranks along cp gather, too, for the same samples
 
     @property
     def has_replicas(self) -> bool:

@@ -222,7 +222,7 @@ def test_other_ties_cannot_be_divided_into_stages() -> None:
 def test_a_scalar_cannot_be_chunked() -> None:
     scalar = ModelSpec((ParamSpec("scale", (), block=0),), 1)
     assert lay("dp2", scalar).local_shape("scale", 1) == ()
-    with pytest.raises(LayoutError, match=r"scale: fsdp=2 .*shape \(1,\)"):
+    with pytest.raises(LayoutError, match=r"scale: fsdp and cp, 2 ranks here, .*shape \(1,\)"):
         lay("fsdp2", scalar)
 
 

@@ -194,14 +194,14 @@ def test_a_cut_that_does_not_fit_its_parameter_is_refused(
 
 
 def test_the_ranks_of_two_axes_divide_one_dim_together() -> None:
-    # 5 rows over fsdp2 x tp2, in shares of 2, 1, 1 and 1; the second replica holds the same.
+    # 5 rows over fsdp2 x tp2 (and cp1), in shares of 2, 1, 1 and 1; the second replica holds the same.
     model = ModelSpec((ParamSpec("w", (5, 3), (JointCut(0),), "output"),), 0)
     layout = ModelLayout(model, Layout.parse("dp2.fsdp2.tp2@0-3,5,4,6,7"))
     starts = [layout.pieces("w", rank)[0].region.starts[0] for rank in range(8)]
     assert starts == [0, 2, 3, 4, 2, 0, 3, 4]
     assert [layout.num_holders("w", rank) for rank in range(8)] == [2] * 8
     assert layout.layout.group(1, *JointCut.axes) == (0, 1, 2, 3)
-    with pytest.raises(LayoutError, match=r"w: 8 ranks exceed the rows \(5\); use fsdp\*tp in \(1, .*, 5\)"):
+    with pytest.raises(LayoutError, match=r"w: 8 ranks exceed the rows \(5\); use fsdp\*cp\*tp in \(1, .*, 5\)"):
         ModelLayout(model, Layout.parse("fsdp4.tp2"))
 
 
@@ -213,7 +213,7 @@ def test_the_ranks_of_two_axes_divide_one_dim_together() -> None:
         ("dp2.fsdp2.ep2", {(0, 2): [0, 2], (2, 4): [1, 3]}),
         ("dp2.fsdp2.ep4", {(0, 1): [0], (1, 2): [1], (2, 3): [2], (3, 4): [3]}),
         ("dp4.ep2", {(0, 2): [0, 2], (2, 4): [1, 3]}),
-        ("fsdp2.cp2.ep2", {(0, 2): [0, 1], (2, 4): [2, 3]}),
+        ("fsdp2.cp2.ep2", {(0, 1): [0], (1, 2): [1], (2, 3): [2], (3, 4): [3]}),
         ("fsdp2.tp2.ep2", {(0, 2): [0, 1], (2, 4): [2, 3]}),
         ("pp2.fsdp2.ep2", {(0, 2): [2], (2, 4): [3]}),
     ],

@@ -312,7 +312,7 @@ class Profiler:
     def _parallel_model(self, subject: Subject, depth: int, layout: Layout, *, trains: bool) -> nn.Module:
         """Return this rank's part of a model: the undivided model itself, or a sharded or converted copy."""
         whole, dims, copy_dtype = self._full_model(subject, depth), layout.dims, self._options.copy_dtype
-        is_divided = dims.tp * dims.fsdp * dims.ep > 1 or (trains and dims.dp > 1)
+        is_divided = dims.tp * dims.num_shards * dims.ep > 1 or (trains and dims.dp > 1)
         if not is_divided and (trains or all(one.dtype == copy_dtype for one in whole.parameters())):
             return whole
         copied = copy.deepcopy(whole)

@@ -344,7 +344,7 @@ class CallCost:
 
     def _exposed_gather(self, overlapped: Pass) -> float:
         """Return the time of FSDP's gather of a stage that the pass does not hide; the first block is never hidden."""
-        if self.dims.fsdp == 1:
+        if self.dims.num_shards == 1:
             return 0.0
         return self._exposed(self._gather(self.num_sharded, self.num_experts), overlapped)
 

@@ -197,7 +197,9 @@ class MeasuredEstimator:
         """
         if source == target:
             return 0.0
-        curve = self.table.moves.get("direct" if target.dims.fsdp > 1 or "push" not in self.table.moves else "push")
+        curve = self.table.moves.get(
+            "direct" if target.dims.num_shards > 1 or "push" not in self.table.moves else "push"
+        )
         nodes = {self.cluster.node_of(rank) for rank in (*source.ranks, *target.ranks)}
         if curve is None or len(nodes) > 1:
             return self.roofline.move_seconds(role, source, target)
@@ -205,7 +207,7 @@ class MeasuredEstimator:
 
     def _busiest_bytes(self, role: str, source: Layout, target: Layout) -> float:
         size = self.roofline.settings.copy_bytes
-        if target.dims.fsdp == 1 and "push" in self.table.moves:
+        if target.dims.num_shards == 1 and "push" in self.table.moves:
             return size * self.roofline.num_moved(role) / len(source.ranks)
         moved = self.roofline.moved(role, source, target)
         return size * max(moved.received, moved.sent_inside)

@@ -113,7 +113,7 @@ class CallMemory:
 
     def _buffer(self, gathered: int) -> int:
         """Return the bytes of a gather's message buffer, which lives until the next gather has arrived."""
-        return gathered if self.sizes.dims.fsdp > 1 else 0
+        return gathered if self.sizes.dims.num_shards > 1 else 0
 
     # ---- activations
     @property
@@ -339,7 +339,7 @@ class CallMemory:
         ]
         one = self._saved(tokens) + backward
         if self.is_wrapped:
-            reduction = block + block // sizes.dims.fsdp  # the message and the reduced shard
+            reduction = block + block // sizes.dims.num_shards  # the message and the reduced shard
             moments += [
                 MemoryParts(  # the last block's gradients are reduced while the previous block computes
                     gradients=(earlier or root) + block + reduction,

@@ -240,7 +240,7 @@ class _Forecaster(MemoryModel):
         if rank not in layout and rank not in home:
             return MemoryParts()
         element = self.settings.copy_bytes
-        if layout.dims.fsdp > 1:
+        if layout.dims.num_shards > 1:
             sharded = self.elements[name].on_rank(layout, rank).num_sharded * element if rank in layout else 0
             return MemoryParts(copies=sharded, staging=self._staging[name, layout][rank])
         # A tensor that the home holds in the same form is shared with the replica.

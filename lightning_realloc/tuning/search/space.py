@@ -164,7 +164,7 @@ def legal_dims(
 
 def _token_degrees(model: ModelSpec, kind: CallKind, widest: int, options: CallOptions) -> Iterator[tuple[int, int]]:
     """Yield the degrees tp and cp, whose ranks together divide the widest group."""
-    is_divided = options.divides_rows and kind != "generate"
+    is_divided = options.divides_rows and kind != "generate" and _can_be_sharded(model)
     most = options.row_tokens // MIN_SLICE_TOKENS if is_divided else 1
     for tp in model.tensor_parallel_degrees(widest):
         for cp in model.context_parallel_degrees(max(1, min(most, widest))):

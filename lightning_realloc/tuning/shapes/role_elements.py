@@ -272,7 +272,7 @@ def elements_of(role: RoleMemory) -> RoleElements:
 @lru_cache(maxsize=4096)
 def inside(dims: ParallelDims) -> ParallelDims:
     """Return the degrees of one pipeline stage and one copy of the weights, which ``ep`` may spread over ``dp``."""
-    return replace(dims, pp=1, vpp=1, dp=max(1, dims.ep // dims.fsdp), cp=1)
+    return replace(dims, pp=1, vpp=1, dp=max(1, dims.ep // dims.fsdp))
 
 
 @lru_cache(maxsize=4096)

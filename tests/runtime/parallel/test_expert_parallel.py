@@ -94,7 +94,7 @@ def test_ranks_that_divide_experts_train_like_one_process(workers: WorkerPool, c
 def test_experts_move_between_layouts_bit_for_bit(workers: WorkerPool) -> None:
     pairs = [
         ("fsdp4.ep2", "dp4.ep4@3,1,2,0"), ("dp2.fsdp2.ep4", "dp1@2"), ("dp2.ep2@1,3", "pp2.fsdp2.ep2"),
-        ("fsdp4", "dp2.fsdp2.ep2"), ("tp3@0-2", "fsdp2.tp2.ep2"), ("pp2.tp2@2,0,3,1", "fsdp4.ep4"),
+        ("fsdp2.cp2.ep2", "dp2.fsdp2.ep2"), ("tp3@0-2", "fsdp2.tp2.ep2"), ("pp2.tp2@2,0,3,1", "fsdp4.ep4"),
     ]  # fmt: skip
     assert workers.run(move_weights_between_layouts, "mixtral", pairs, {"intermediate_size": 48}) == [[]] * 4
 

@@ -58,7 +58,12 @@ def test_interleaved_stages_of_every_family_equal_one_process(workers: WorkerPoo
 
 
 def test_weights_move_between_interleaved_stages_and_other_layouts_bit_for_bit(workers: WorkerPool) -> None:
-    pairs = [("pp2.vpp2@0-1", "dp2@0-1"), ("pp2.vpp2.fsdp2", "pp4"), ("pp2.vpp2@3,1", "pp2.tp2")]
+    pairs = [
+        ("pp2.vpp2@0-1", "dp2@0-1"),
+        ("pp2.vpp2.fsdp2", "pp4"),
+        ("pp2.vpp2.cp2", "cp4@3,1,2,0"),
+        ("pp2.vpp2@3,1", "pp2.tp2"),
+    ]
 
     assert workers.run(move_weights_between_layouts, "qwen2", pairs) == [[]] * 4
 

@@ -35,7 +35,7 @@ def test_groups_and_meshes_keep_the_order_of_the_layout(workers: WorkerPool) -> 
     assert third["tp"] == [3, 1]
     assert third["fsdp"] == third["dp.fsdp"] == third["mesh"] == third["gathered"] == [3, 2]
     assert third[".".join(AXES)] == [3, 1, 2, 0]
-    assert third["names"] == ("fsdp",)
+    assert third["names"] == ("fsdp.cp",)
     assert third["cached"]
 
 
@@ -47,7 +47,7 @@ def test_replicated_shards_get_a_mesh_of_two_dims(workers: WorkerPool) -> None:
 
     assert replicas_of_shards["mesh"] == [[1, 0], [3, 2]]
     assert replicas_of_shards["gathered"] == [3, 2]
-    assert replicas_of_shards["names"] == ("dp.cp", "fsdp")
+    assert replicas_of_shards["names"] == ("dp", "fsdp.cp")
     assert replicas_of_shards["tp"] is None
     assert replicas_only["mesh"] == [[0], [1], [2], [3]]
     assert replicas_only["gathered"] == [2]

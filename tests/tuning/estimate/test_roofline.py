@@ -124,6 +124,10 @@ def test_fsdp_gathers_in_every_pass_and_scatters_gradients_once() -> None:
     assert seconds("actor.train", "fsdp8", answers).sharding == pytest.approx((2 * passes + 1) * one_way, rel=0.01)
     assert seconds("reference.infer", "fsdp8", answers).sharding == pytest.approx(passes * one_way, rel=0.01)
     assert seconds("actor.train", "fsdp8", estimator()).sharding < one_way  # hidden except for one block
+    for call in CALLS[1:]:  # ranks that divide rows gather as often for as many tokens of a rank
+        for cp, text in ((2, "fsdp4.cp2"), (8, "cp8")):
+            divided = seconds(call, text, answers, micro_batch_tokens=cp * 8192)
+            assert divided.sharding == pytest.approx(seconds(call, "fsdp8", answers).sharding)
 
 
 def test_context_parallel_ranks_exchange_heads_and_where_these_do_not_suffice_the_keys_of_rows() -> None:

@@ -258,6 +258,16 @@ def test_ranks_that_divide_rows_and_host_memory_keep_fewer_activations() -> None
     assert tokens / (2 * (1 + 0.5) * 5 * 4 * 3) == pytest.approx(8 * 1_000_004 / 4, rel=1e-3)
 
 
+@pytest.mark.parametrize("layout", ["cp4", "fsdp2.cp2", "dp2.cp2"])
+def test_ranks_that_divide_rows_shard_weights_as_fsdp_does(layout: str) -> None:
+    fields = ("weights", "optimizer", "copies", "gathered", "gradients")
+    found, expected = (
+        forecast(plan("dp4", "fsdp4", text), replace(LOAD, micro_batch_tokens=1000)).at("actor.train", 1)
+        for text in (layout, layout.replace("fsdp2.cp2", "fsdp4").replace("cp", "fsdp"))
+    )
+    assert [getattr(found, name) for name in fields] == [getattr(expected, name) for name in fields]
+
+
 def test_weights_whose_gradients_wait_keep_inputs_and_gradients_of_their_layers() -> None:
     def activations(rank: int, **options: object) -> int:
         train = {"layout": "pp3@0-2", "gradient_checkpointing": True, **options}
