@@ -126,6 +126,17 @@ def test_the_package_is_imported_only_when_a_trainer_uses_the_strategy(said: dic
     assert said[TRAINERS].startswith("['lightning_realloc_autoload']\nmade realloc ")
 
 
+@pytest.mark.exhaustive
+def test_the_hook_alone_imports_the_installed_package() -> None:
+    script = (
+        "import lightning as L\n"
+        "trainer = L.Trainer(strategy='realloc', logger=False, accelerator='cpu', devices=1)\n"
+        "print(type(trainer.strategy).__module__)\n"
+    )
+    finished = _python(script)
+    assert finished.stdout.splitlines()[-1:] == ["lightning_realloc.strategies.realloc"], finished.stderr
+
+
 def test_a_broken_package_breaks_neither_torch_nor_other_strategies(said: dict[str, str]) -> None:
     assert said[BROKEN].splitlines()[-1:] == ["broken on purpose"]
 
