@@ -115,6 +115,7 @@ UNEVEN = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96}
         Case("llama", "cp2.tp2", overrides={"num_attention_heads": 8, "num_key_value_heads": 2}),
         Case("llama", "dp2.cp2", overrides={"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}),
         Case("qwen2", "fsdp2.cp2", lora_modules=("q_proj", "down_proj")),
+        Case("qwen3_moe", "cp4", lora_modules=("k_proj", "experts.gate_up_proj", "experts.down_proj")),
         Case("gpt2", "cp4"),
         Case("phi3", "cp2.tp2"),
         Case("gpt_neox", "fsdp2.cp2"),

@@ -29,6 +29,8 @@ def _assert_equal_one_process(workers: WorkerPool, cases: list[Case]) -> None:
         *(Case("qwen2", f"pp2.vpp3.{axis}2", TIED, num_layers=6) for axis in ("dp", "fsdp", "cp", "tp")),
         Case("mixtral", "pp2.vpp2.fsdp2.ep2", num_layers=4, checkpointing=True, num_micro_batches=4),
         Case("llama", "pp2.vpp2.fsdp2", num_layers=4, token_classifier=True, num_micro_batches=4),
+        Case("qwen2", "pp2.vpp2.cp2", TIED, num_layers=4, lora_modules=("q_proj", "down_proj")),
+        Case("mixtral", "pp2.vpp2.cp2", num_layers=4, lora_modules=("v_proj", "experts.down_proj")),
         *(Case("llama", "pp4.vpp2", num_layers=8, num_micro_batches=count) for count in (1, 5)),
     ],
 )

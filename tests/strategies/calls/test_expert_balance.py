@@ -31,6 +31,7 @@ PLANS = [
     calls(actor_train="pp2.dp2.ep2", actor_generate="dp4"),
     calls(actor_train="dp4", actor_generate="fsdp4"),
     calls(actor_train="cp4", actor_generate="dp4"),
+    calls(actor_train="fsdp2.tp2", actor_generate="dp4"),
 ]
 
 

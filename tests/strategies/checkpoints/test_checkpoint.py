@@ -156,6 +156,28 @@ def test_a_run_through_several_layouts_equals_a_run_in_one(workers: WorkerPool, 
     _close_contents(tmp_path / "3", tmp_path / "straight")
 
 
+@pytest.mark.exhaustive
+def test_a_run_in_interleaved_stages_resumes_there_and_in_other_layouts(workers: WorkerPool, tmp_path: Path) -> None:
+    def plan(layout: str) -> dict[str, Any]:
+        return runs.calls(actor_generate="dp2.tp2", reference_infer="dp4", actor_train=layout)
+
+    straight = Part(
+        plan("pp2.vpp2.fsdp2"), 4, save=tmp_path / "straight", save_at=(2,), algorithm="grpo",
+        sizes={"num_hidden_layers": 4, "tie_word_embeddings": True},
+    )  # fmt: skip
+    resumed = replace(straight, resume=tmp_path / "straight-2", save=tmp_path / "resumed", save_at=(), seed=99)
+    cut = replace(resumed, plan=plan("fsdp2.tp2"), save=tmp_path / "cut", max_steps=3)
+    divided = replace(resumed, plan=plan("cp2.tp2@3,1,2,0"), resume=tmp_path / "cut", save=tmp_path / "divided")
+
+    parts = [straight, resumed, cut, divided]
+    logged = workers.run(run_parts, parts, 4, init_process_group=False, deadline_s=200)[0]
+
+    assert logged[1] == logged[0][2:]
+    assert differences(contents(tmp_path / "resumed"), contents(tmp_path / "straight")) == {}
+    _close(logged[0][2:], logged[2] + logged[3])
+    _close_contents(tmp_path / "divided", tmp_path / "straight")
+
+
 @pytest.mark.exhaustive  # other layouts: see above; fewer ranks: the two tests of frozen roles and of roles apart
 def test_a_run_on_changing_numbers_of_ranks_equals_a_run_on_one(workers: WorkerPool, tmp_path: Path) -> None:
     straight = Part("static", 3, save=tmp_path / "straight")
