@@ -28,8 +28,12 @@ class Case:
     options: tuple[str, ...] = ()
 
 
-LONG = Case(TINY, "rtx4090:4x2", 30_000, "cp ep", ("--memory-per-device", "3GiB", "--batch", "64", "--seconds", "2"))
-STAGES = replace(LONG, response=8_000, axes="pp zero_bubble")
+SHORT = ("--batch", "64", "--seconds", "2")
+STAGES = Case(TINY, "rtx4090:4x2", 8_000, "pp zero_bubble", ("--memory-per-device", "3GiB", *SHORT))
+LONG = replace(
+    STAGES, model=TINY.replace("experts=16", "experts=32"), response=30_000, axes="cp ep",
+    options=("--memory-per-device", "4GiB", *SHORT),
+)  # fmt: skip
 LARGE = ("--batch", "2048", "--responses-per-prompt", "16")
 CASES = (
     LONG,

@@ -115,14 +115,14 @@ def test_conversations_run_in_chunks_and_one_step_ahead(workers: WorkerPool) -> 
 
 
 def run_with_moves(layout: str, world_size: int, moves: SampleReallocation) -> tuple[Outcome, list[float]]:
-    """Return the outcome of two iterations, and the number of samples that moved in each."""
+    """Return the outcome of four iterations, and the number of samples that moved in each."""
     sizes = dict(UNEVEN_HEADS["9/3"]) if "tp" in layout else {}  # counterparts hold equally many heads
     actor, reference = (tiny_model("llama", seed=seed, **sizes) for seed in (0, 1))
     generation = GenerationOptions(sample_reallocation=moves)
     module = runs.grpo(actor=actor, reference=reference, sampling=SAMPLING, environment=informed, generation=generation)
     moved = Moved()
     with moving(every=1, plan_balance=at_random):
-        outcome = runs.train(module, runs.plan_of(module, layout), world_size, Batches(2), callbacks=[moved])
+        outcome = runs.train(module, runs.plan_of(module, layout), world_size, Batches(4), callbacks=[moved])
     return outcome, moved.counts
 
 
