@@ -139,7 +139,7 @@ class Settings:
     seed: int = 1
 
 
-class _EndsWhereItWill(StopRule):
+class EndsAtLength(StopRule):
     """Ends each sample after a number of tokens that the engine does not know."""
 
     def __init__(self, lengths: Mapping[int, int]) -> None:
@@ -161,7 +161,7 @@ class _Engine(GenerationEngine):
     @override
     def _begin(self, *args: Any) -> GenerationRun:
         run = super()._begin(*args)
-        run._stop = _EndsWhereItWill(self.lengths)
+        run._stop = EndsAtLength(self.lengths)
         return run
 
 

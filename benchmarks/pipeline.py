@@ -32,6 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.harness import BenchmarkReport, make_parser
 from benchmarks.ranks import answers_of_ranks, gather_from_ranks
 from lightning_realloc.generation import GenerationEngine, SamplingParams
+from lightning_realloc.generation.rebalance.peers import Peers
 from lightning_realloc.generation.staged.staged_engine import StagedEngine
 from lightning_realloc.layout import Layout, ModelLayout
 from lightning_realloc.runtime.model.structure import find_blocks
@@ -61,9 +62,18 @@ class Turn:
 
 
 class Arm:
-    """The engine of one rank under one layout."""
+    """The engine of one rank under one layout.
 
-    def __init__(self, layout: Layout, meshes: MeshRegistry, host: dist.ProcessGroup) -> None:
+    Args:
+        longest: Most tokens of a response.
+        kind: Class of engines of stages.
+        peers: Last stages between which samples move; None: samples stay.
+    """
+
+    def __init__(
+        self, layout: Layout, meshes: MeshRegistry, host: dist.ProcessGroup, *, max_slots: int = 1024,
+        longest: int = MOST_TOKENS, kind: type[StagedEngine] = StagedEngine, peers: Peers | None = None,
+    ) -> None:  # fmt: skip
         torch.manual_seed(0)
         config = LlamaConfig(
             vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=NUM_LAYERS, num_attention_heads=4,
@@ -74,11 +84,11 @@ class Arm:
         model = parallelize(model, model_layout, meshes)
         own = sum(1 for _, block in find_blocks(model) if any(True for _ in block.parameters()))
         pace_forwards(model, own * LAYER_S)
-        self._layout = layout
+        self._layout, self._longest = layout, longest
         self.engine: GenerationEngine = (
-            StagedEngine(model, StageLink(PipelineStage(model, model_layout, meshes), host), max_slots=1024)
+            kind(model, StageLink(PipelineStage(model, model_layout, meshes), host), max_slots=max_slots, peers=peers)
             if layout.dims.pp > 1
-            else GenerationEngine(model, max_slots=1024)
+            else GenerationEngine(model, max_slots=max_slots)
         )
 
     def generate(self, prompts: Sequence[list[int]], limits: Sequence[int]) -> Turn:
@@ -86,7 +96,7 @@ class Arm:
         engine, rank = self.engine, dist.get_rank()
         size, index = self._layout.data_parallel_size, self._layout.data_parallel_index(rank)
         own = range(index, len(prompts), size)
-        params = SamplingParams(max_new_tokens=MOST_TOKENS, ignore_eos=True)
+        params = SamplingParams(max_new_tokens=self._longest, ignore_eos=True)
         dist.barrier()
         begin = time.perf_counter()
         made: dict[int, tuple[int, ...]] = {}
