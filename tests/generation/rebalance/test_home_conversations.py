@@ -137,8 +137,7 @@ def _agreement(meshes: MeshRegistry, layout: Layout) -> Callable[[Sequence[float
             for layout in ("tp2", "dp2", "dp2.tp2")
             for settings in ({}, {"speculation": DRAFTS, "max_cache_bytes": 120_000})
         ],
-        ("tp2", {"speculation": DRAFTS, "max_cache_bytes": 120_000}),
-        ("dp2.tp2", {}),
+        ("dp2.tp2", {"speculation": DRAFTS, "max_cache_bytes": 120_000}),
     ),
 )
 def test_the_environment_is_asked_once_per_turn_on_the_rank_where_the_sample_began(

@@ -41,6 +41,7 @@ def check_as_alone(
     return [each.stats for each in made]
 
 
+@pytest.mark.exhaustive
 def test_groups_that_take_turns_ask_their_environment_and_verify_drafts(workers: WorkerPool) -> None:
     arguments = {"params": SAMPLED, "environment": answer_in_words}
     check_as_alone(workers, "llama", ["pp2@1,0", "pp2.fsdp2", "pp2.tp2@3,1,2,0"], arguments, max_slots=5, **NGRAM)
@@ -48,10 +49,7 @@ def test_groups_that_take_turns_ask_their_environment_and_verify_drafts(workers:
 
 @pytest.mark.parametrize(
     ("family", "layouts", "bound"),
-    matrix(
-        [("llama", "pp2@1,0", TWO), ("llama", "pp2.dp2 pp2.fsdp2 pp2.tp2@3,1,2,0", TWO), ("mixtral", "pp4", FOUR)],
-        ("llama", "pp2@1,0", TWO),
-    ),
+    matrix([("llama", "pp2@1,0", TWO), ("llama", "pp2.dp2 pp2.fsdp2 pp2.tp2@3,1,2,0", TWO), ("mixtral", "pp4", FOUR)]),
 )
 def test_groups_share_a_bound_on_bytes_and_samples_that_lose_their_pages_are_read_again(
     workers: WorkerPool, family: str, layouts: str, bound: int

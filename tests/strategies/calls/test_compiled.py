@@ -36,7 +36,7 @@ def run(plans: Sequence[Any], backend: str | None) -> list[Outcome]:
     return found
 
 
-@pytest.mark.parametrize("train", matrix(PLANS, "one rank"))
+@pytest.mark.parametrize("train", matrix(PLANS))
 def test_compiled_training_gives_the_same_results_in_every_layout(workers: WorkerPool, train: str) -> None:
     # aot_eager traces forward and backward as inductor does, without its minute of C++ compilation.
     ranks = 1 if train == "one rank" else 2

@@ -139,7 +139,7 @@ def run(
     return first
 
 
-@pytest.mark.parametrize("name", matrix(["grpo", "ppo"], "grpo"))
+@pytest.mark.parametrize("name", matrix(["grpo", "ppo"]))
 def test_a_budget_that_is_never_spent_changes_nothing(workers: WorkerPool, name: str) -> None:
     never_spent = budget(tokens=10_000, seconds=1000.0)
     plain, bounded = (run(workers, name, "dp2", 2, each, batches=2) for each in ({}, never_spent))

@@ -62,6 +62,7 @@ def test_the_models_first_blocks_draft_under_tensor_parallelism_but_not_fsdp(wor
         workers.run(run_algorithm, "grpo", "fsdp2", own, world_size=2, init_process_group=False)
 
 
+@pytest.mark.exhaustive
 def test_the_engine_hf_gives_the_same_iteration(workers: WorkerPool) -> None:
     def run(layout: str, engine: str) -> Outcome:
         settings = {"engine": engine, "sampling": SamplingParams(n=2, max_new_tokens=6, temperature=1e-6)}

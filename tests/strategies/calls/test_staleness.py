@@ -211,6 +211,7 @@ def test_training_on_a_batch_overlaps_generation_of_the_next(
     assert (generating, training) == (([True, True], 0), ([], 3))
 
 
+@pytest.mark.exhaustive
 def test_two_steps_ahead_responses_come_from_the_policy_two_steps_before(run: Run, initial: Outcome) -> None:
     ahead = run("together", 2, 0, 1, 3, 2, 0)
     assert len(ahead.tokens) == 5

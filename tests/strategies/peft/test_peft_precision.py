@@ -119,7 +119,7 @@ def criticise() -> list[list[dict[str, float]]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", matrix([1, 2], 2))
+@pytest.mark.parametrize("world_size", matrix([1, 2]))
 def test_heads_in_fp32_train_on_top_of_frozen_weights_in_bf16(workers: WorkerPool, world_size: int) -> None:
     together: Any = workers.run(criticise, world_size=world_size, init_process_group=False, deadline_s=120.0)
     for logged in together[0]:
