@@ -56,10 +56,15 @@ def run_algorithm(
 @pytest.mark.parametrize(
     ("layout", "world_size", "moves", "drafter"),
     matrix(
-        [("dp2", 2, "all", None), ("dp2", 2, "all", "history"), ("dp2.tp2", 4, "all", None)],
-        ("dp2", 2, "all", "history"),
+        [
+            ("dp2", 2, "all", None),
+            ("dp2", 2, "all", "history"),
+            ("dp2.tp2", 4, "all", None),
+            ("pp2.dp2", 4, "all", "history"),
+        ],
+        ("pp2.dp2", 4, "all", "history"),
     ),
-    ids=["dp2", "dp2, drafting", "dp2.tp2"],
+    ids=["dp2", "dp2, drafting", "dp2.tp2", "pp2.dp2, drafting"],
 )
 def test_iterations_give_the_same_results_with_and_without_moves(
     workers: WorkerPool, layout: str, world_size: int, moves: SampleReallocation, drafter: str | None
