@@ -24,6 +24,7 @@ PLANS = (
     calls(actor_train="fsdp2.tp2.ep2", actor_generate="dp2.tp2@3,1,2,0", reference_infer="dp4.ep4"),
     calls(actor_train="pp2.tp2", actor_generate="dp2.tp2.ep2", reference_infer="cp2.tp2"),
 )
+FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 
 
 def _train(family: str, plans: Sequence[Any], precision: str = "32-true") -> list[Outcome]:
@@ -40,7 +41,7 @@ def _train(family: str, plans: Sequence[Any], precision: str = "32-true") -> lis
 
 @pytest.mark.parametrize(
     ("family", "number"),
-    matrix([(family, n) for family in ("mixtral", "qwen3_moe", "gpt_oss") for n in range(len(PLANS))]),
+    matrix([(family, n) for family in FAMILIES for n in range(len(PLANS))]),
 )
 def test_every_plan_gives_the_results_of_one_rank(workers: WorkerPool, family: str, number: int) -> None:
     ((alone,),) = workers.run(_train, family, ["heuristic"], world_size=1, init_process_group=False)

@@ -53,11 +53,16 @@ def test_sft_gives_the_same_results_through_stages(workers: WorkerPool, layout: 
     assert all(deferred > 0 for _, deferred in everyone), "the plan's schedule is not the one that ran"
 
 
-@pytest.mark.parametrize("number", matrix([0, 1, 2, 3], 3))
-def test_grpo_trains_and_generates_through_stages(workers: WorkerPool, number: int) -> None:
-    batches = Batches(2)
+@pytest.mark.parametrize(
+    ("family", "number"), matrix([(family, n) for family in ("llama", "gemma2") for n in range(4)], ("gemma2", 3))
+)
+def test_grpo_trains_and_generates_through_stages(workers: WorkerPool, family: str, number: int) -> None:
+    batches, caps = Batches(2), {"gemma2": {"final_logit_softcapping": 0.5}}.get(family, {})
     bounded = GenerationOptions(max_cache_bytes=10**5 if number == 3 else None)
-    settings = {"train_options": runs.options(num_minibatches=2, micro_batch_tokens=18), "generation": bounded}
+    settings = {
+        **{role: tiny_model(family, seed=seed, **caps) for seed, role in enumerate(("actor", "reference"))},
+        "train_options": runs.options(num_minibatches=2, micro_batch_tokens=18), "generation": bounded,
+    }  # fmt: skip
     (one,) = on_ranks(workers, run_grpo, ["heuristic"], settings, batches, 1)
     plans = [
         calls(actor_train="pp2.cp2", actor_generate="dp2.tp2", reference_infer="cp2@1,3"),
