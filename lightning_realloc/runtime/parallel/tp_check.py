@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from lightning_realloc.layout import TensorParallelCut
 from lightning_realloc.runtime.model.dry_run import ForwardFailed, Placeholder, dry_run
-from lightning_realloc.runtime.model.stacked_experts import parameter_adapters
+from lightning_realloc.runtime.model.stacked_experts import parameter_adapters, stacked_experts
 from lightning_realloc.runtime.model.structure import copy_without_weights, find_blocks, replace_parameter, tied_names
 from lightning_realloc.runtime.parallel.tp_plan import ROWWISE, TensorParallelPlan
 
@@ -133,10 +133,20 @@ def _inputs_of_cut_layers(copy: nn.Module, plan: TensorParallelPlan, tp: int, *,
     for name, layer in copy.named_modules():
         if isinstance(layer, nn.Linear | nn.Embedding):
             vars(layer)["forward"] = partial(forward, name, layer)
+    for experts in stacked_experts(copy).values():
+        vars(experts)["forward"] = _mix_features
     dry_run(copy, input_ids=torch.zeros(1, _NUM_TOKENS, dtype=torch.long, device="cpu"))
     if not all(bool(inputs.isfinite().all()) for inputs in seen.values()):
         raise ForwardFailed("its layers get values that are not finite")
     return seen
+
+
+def _mix_features(tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Return outputs of stacked experts that depend on each feature of a token, on its experts and their weights.
+
+    Their products would take seconds for a large model, and no layer's inputs are recorded inside.
+    """
+    return tokens + (tokens.sum(-1, keepdim=True) + (chosen * weights).sum(-1, keepdim=True)).to(tokens.dtype)
 
 
 def _first_slice(weight: Tensor, cut: TensorParallelCut, tp: int) -> Tensor:
