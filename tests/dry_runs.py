@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,6 +36,18 @@ def remember_entry_points() -> None:
     from lightning.fabric.utilities import registry
 
     registry.entry_points = cache(registry.entry_points)  # type: ignore[attr-defined]
+
+
+def remember_shardings() -> None:
+    """Let DTensor compute the placements of an operation's outputs once: they take a sixth of a tiny fit.
+
+    Its own caches keep meshes, and are emptied after every run. What is remembered has numbers in place of meshes.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    ShardingPropagator.propagate_op_sharding_non_cached = _propagated_once(  # type: ignore[method-assign]
+        ShardingPropagator.propagate_op_sharding_non_cached
+    )
 
 
 def leave_logged_values() -> None:
@@ -80,6 +92,64 @@ def _remembered(check: Callable[..., Any]) -> Callable[..., Any]:
         return found
 
     return remembered
+
+
+class _Spec(NamedTuple):
+    """A ``DTensorSpec`` whose mesh is one of a list."""
+
+    mesh: int
+    placements: Any
+    tensor_meta: Any
+    shard_order: Any
+    is_strided: bool | None
+
+
+def _propagated_once(propagate: Callable[..., Any]) -> Callable[..., Any]:
+    from torch.distributed.tensor._op_schema import OutputSharding
+
+    known: dict[Hashable, Any] = {}
+
+    def propagated(propagator: Any, schema: Any) -> Any:
+        meshes: list[Any] = []
+        arguments = _without_meshes([*schema.args_schema, *sorted(schema.kwargs_schema.items())], meshes)
+        key = schema.op, arguments, tuple(mesh._hash_key() for mesh in meshes)
+        if key in known:
+            return OutputSharding(_with_meshes(known[key], meshes))
+        found, num_given = propagate(propagator, schema), len(meshes)
+        output = _without_meshes(found.output_spec, meshes)
+        if found.redistribute_schema is None and len(meshes) == num_given:
+            known[key] = output
+        return found
+
+    return propagated
+
+
+def _without_meshes(value: Any, meshes: list[Any]) -> Any:
+    """Return arguments or outputs of an operation that can be compared and kept; their meshes join the list."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+    if isinstance(value, list | tuple):
+        return type(value) is list, tuple(_without_meshes(one, meshes) for one in value)
+    if not isinstance(value, DTensorSpec):
+        return repr(value) if isinstance(value, int | float) else value  # 1, 1.0 and True are equal
+    if value.mesh not in meshes:
+        meshes.append(value.mesh)
+    strided = value.use_strided_shard_as_shard_order
+    order = None if strided else value.shard_order
+    return _Spec(meshes.index(value.mesh), value.placements, value.tensor_meta, order, strided)
+
+
+def _with_meshes(value: Any, meshes: list[Any]) -> Any:
+    """Undo `_without_meshes`."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+    if isinstance(value, _Spec):
+        return DTensorSpec(meshes[value.mesh], *value[1:])
+    if isinstance(value, tuple):
+        is_list, items = value
+        restored = [_with_meshes(one, meshes) for one in items]
+        return restored if is_list else tuple(restored)
+    return value
 
 
 def structure(model: nn.Module) -> Hashable:

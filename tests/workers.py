@@ -270,10 +270,11 @@ def _serve(connection: Connection, log: Path) -> None:
     sys.stdout = sys.stderr = stream
     faulthandler.enable(stream)
     gc.freeze()  # collecting imported objects takes half a second at the end of every run
-    from tests.dry_runs import leave_logged_values, remember_dry_runs, remember_entry_points
+    from tests.dry_runs import leave_logged_values, remember_dry_runs, remember_entry_points, remember_shardings
 
     remember_dry_runs()
     remember_entry_points()
+    remember_shardings()
     leave_logged_values()
     threading.Thread(target=_leave_with_parent, daemon=True, name="leave-with-parent").start()
     while True:
