@@ -37,7 +37,6 @@ PPO_FLOW = Dataflow(
 
 
 @cache
-@cache
 def role_of(model: str, *, scores: bool = False) -> RoleMemory:
     """Return a built-in model, or a shape written out, as a role, with one output per token for ``scores``."""
     config = parse_shape(model) if is_shape(model) else find_known_model(model)

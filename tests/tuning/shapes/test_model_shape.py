@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,19 +30,20 @@ def _shape(family: str, **given: Any) -> ModelShape:
 
 
 @pytest.mark.parametrize(
-    ("shape", "window", "num_windowed"),
+    ("shape_of_family", "window", "num_windowed"),
     [
-        (_shape("mistral", sliding_window=32), 32, 6),
-        (_shape("mistral", sliding_window=None), None, 0),
-        (_shape("gemma3_text", sliding_window=32, sliding_window_pattern=3), 32, 4),
-        (_shape("qwen2", sliding_window=32), None, 0),  # only with use_sliding_window
-        (shape_of("gpt-oss-20b"), 128, 12),
-        (shape_of(SMALL), None, 0),  # described as a Mistral, whose config has a window by default
+        (partial(_shape, "mistral", sliding_window=32), 32, 6),
+        (partial(_shape, "mistral", sliding_window=None), None, 0),
+        (partial(_shape, "gemma3_text", sliding_window=32, sliding_window_pattern=3), 32, 4),
+        (partial(_shape, "qwen2", sliding_window=32), None, 0),  # only with use_sliding_window
+        (partial(shape_of, "gpt-oss-20b"), 128, 12),
+        (partial(shape_of, SMALL), None, 0),  # described as a Mistral, whose config has a window by default
     ],
 )
 def test_layers_of_a_sliding_window_are_read_from_the_config(
-    shape: ModelShape, window: int | None, num_windowed: int
+    shape_of_family: Callable[[], ModelShape], window: int | None, num_windowed: int
 ) -> None:
+    shape = shape_of_family()
     assert (shape.window, shape.num_windowed) == (window, num_windowed)
 
 
