@@ -30,7 +30,7 @@ ENGINES: Mapping[str, Any] = {
 
 @pytest.mark.parametrize("device", DEVICES)
 # On a CPU, test_engine.py generates by the others.
-@pytest.mark.parametrize("family", matrix(ALL_FAMILIES, "llama", *EXPERT_FAMILIES, *SCORING_FAMILIES))
+@pytest.mark.parametrize("family", matrix(ALL_FAMILIES, "llama", *EXPERT_FAMILIES))
 def test_greedy_responses_are_those_of_generate(family: str, device: str) -> None:
     model, prompts = tiny_model(family).to(device), draw_prompts(4)
     engine = GenerationEngine(model, max_slots=3)

@@ -66,17 +66,21 @@ def test_tensor_parallel_ranks_agree_bitwise_and_draw_the_tokens_of_one_rank(
     assert {completion.sample_id: completion.token_ids for completion in results[0]} == _alone(family)
 
 
-UNEVEN_CASES = (
-    ("llama", "tp2@0-1", "9/3"), ("llama", "tp3@1-3", "9/3"), ("qwen2", "tp4@0-3", "14/2"), ("qwen3", "tp4@0-3", "6/2"),
-    ("qwen3", "tp3@0-2", "14/2"), ("gpt_neox", "tp2@2-3", "5/5"),
+Uneven = tuple[tuple[str, str, str], ...]
+UNEVEN_CASES: Uneven = (("llama", "tp3@1-3", "9/3"), ("qwen2", "tp4@0-3", "14/2"), ("gpt_neox", "tp2@2-3", "5/5"))
+MORE_UNEVEN_CASES: Uneven = (
+    ("llama", "tp2@0-1", "9/3"), ("qwen3", "tp4@0-3", "6/2"), ("qwen3", "tp3@0-2", "14/2"),
 )  # fmt: skip
+BOUND = 20_000
 
 
-def _greedy_with_uneven_heads(max_cache_bytes: int | None) -> list[tuple[list[tuple[int, ...]], int] | None]:
+def _greedy_with_uneven_heads(
+    cases: Uneven, max_cache_bytes: int | None
+) -> list[tuple[list[tuple[int, ...]], int] | None]:
     """Return this rank's greedy tokens in each case, and preemptions; None outside of its layout."""
     meshes, found = MeshRegistry("cpu"), []
-    meshes.create([Layout.parse(text) for _, text, _ in UNEVEN_CASES])
-    for family, text, heads in UNEVEN_CASES:
+    meshes.create([Layout.parse(text) for _, text, _ in cases])
+    for family, text, heads in cases:
         layout = Layout.parse(text)
         if dist.get_rank() not in layout:
             found.append(None)
@@ -89,12 +93,15 @@ def _greedy_with_uneven_heads(max_cache_bytes: int | None) -> list[tuple[list[tu
     return found
 
 
-@pytest.mark.parametrize("max_cache_bytes", matrix([None, 20_000], 20_000))
+@pytest.mark.parametrize(
+    ("cases", "max_cache_bytes"),
+    matrix(itertools.product([UNEVEN_CASES, MORE_UNEVEN_CASES], [None, BOUND]), (UNEVEN_CASES, BOUND)),
+)
 def test_ranks_with_different_numbers_of_heads_generate_the_tokens_of_transformers(
-    workers: WorkerPool, max_cache_bytes: int | None
+    workers: WorkerPool, cases: Uneven, max_cache_bytes: int | None
 ) -> None:
-    results = workers.run(_greedy_with_uneven_heads, max_cache_bytes)
-    for case, (family, text, heads) in enumerate(UNEVEN_CASES):
+    results = workers.run(_greedy_with_uneven_heads, cases, max_cache_bytes)
+    for case, (family, text, heads) in enumerate(cases):
         model = tiny_model(family, **UNEVEN_HEADS[heads])
         expected = [tuple(reference_greedy(model, prompt, max_new_tokens=10)) for prompt in PROMPTS]
         answers = [result[case] for result in results if result[case] is not None]

@@ -99,15 +99,15 @@ UNEVEN = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96}
 
 @few_and_more(
     [
-        Case("llama", "cp4"),
         Case("qwen3", "fsdp2.cp2", checkpointing=True),
-        Case("granite_swa", "cp2.tp2@1,0,3,2"),  # attention sinks, and a sliding window
         Case("mixtral", "dp2.cp2@3,1,2,0"),
         Case("gemma", "cp2@1,2", num_labels=1),
         Case("gpt_oss", "cp4", overrides=TWO_HEADS, checkpointing=True),  # keys of rows, by two shares of the heads
         Case("gemma2", "cp2.tp2", overrides=UNEVEN),  # soft caps, a window, and keys of rows by all heads
     ],
     [
+        Case("llama", "cp4"),
+        Case("granite_swa", "cp2.tp2@1,0,3,2"),  # attention sinks, and a sliding window
         Case("gemma2", "cp2.tp2@1,0,3,2", overrides=WINDOW),
         Case("gpt_oss", "fsdp2.cp2", checkpointing=True),
         Case("gpt_oss", "cp4"),

@@ -14,7 +14,7 @@ from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.parallel.parallelize import parallelize
 from lightning_realloc.runtime.parallel.shards import local_tensors
-from tests.matrices import few_and_more, matrix
+from tests.matrices import few_and_more
 from tests.models import FAMILIES, TENSOR_PARALLEL_FAMILIES, UNEVEN_HEADS, tiny_model
 from tests.runtime.reference import Case, train_beside_the_reference
 from tests.workers import WorkerPool
@@ -31,10 +31,14 @@ def _assert_nothing_differs(answers: list[dict[str, list[str]]]) -> None:
             assert not found, f"rank {rank}, {case}: {found[:6]}"
 
 
-@pytest.mark.parametrize("layout", matrix(["tp4@0-3", "fsdp2.tp2@0-3"], "fsdp2.tp2@0-3"))
-def test_training_under_tensor_parallelism_equals_one_process(workers: WorkerPool, layout: str) -> None:
-    cases = [Case(family, layout) for family in TENSOR_PARALLEL_FAMILIES]
-
+@few_and_more(
+    [Case("mistral", "fsdp2.tp2@0-3")],  # a few cases below have the other families
+    [
+        *(Case(family, "tp4@0-3") for family in TENSOR_PARALLEL_FAMILIES),
+        *(Case(family, "fsdp2.tp2@0-3") for family in TENSOR_PARALLEL_FAMILIES if family != "mistral"),
+    ],
+)
+def test_training_under_tensor_parallelism_equals_one_process(workers: WorkerPool, cases: list[Case]) -> None:
     _assert_nothing_differs(workers.run(train_beside_the_reference, cases))
 
 
@@ -121,24 +125,28 @@ def test_heads_that_the_degree_does_not_divide_equal_one_process(workers: Worker
     _assert_nothing_differs(workers.run(train_beside_the_reference, [replace(c, tolerance=1e-5) for c in cases]))
 
 
-def test_heads_micro_batches_checkpointing_and_custom_plans_equal_one_process(workers: WorkerPool) -> None:
-    opt_plan = {
-        "model.decoder.embed_tokens": "embedding_rowwise",
-        "model.decoder.layers.*.fc1": "colwise",
-        "model.decoder.layers.*.fc2": "rowwise",
-        **{f"model.decoder.layers.*.self_attn.{name}_proj": "colwise" for name in ("q", "k", "v")},
-        "model.decoder.layers.*.self_attn.out_proj": "rowwise",
-    }
-    cases = [
+OPT_PLAN = {
+    "model.decoder.embed_tokens": "embedding_rowwise",
+    "model.decoder.layers.*.fc1": "colwise",
+    "model.decoder.layers.*.fc2": "rowwise",
+    **{f"model.decoder.layers.*.self_attn.{name}_proj": "colwise" for name in ("q", "k", "v")},
+    "model.decoder.layers.*.self_attn.out_proj": "rowwise",
+}
+
+
+@few_and_more(
+    [
         Case("qwen3", "tp4@0-3", num_labels=3),
-        Case("llama", "fsdp2.tp2@0-3", num_labels=1),
         Case("gpt2", "dp2.fsdp2@0-3", num_labels=3),
-        Case("qwen3", "tp4@0-3", num_micro_batches=2),
         Case("qwen3", "fsdp2.tp2@0-3", num_micro_batches=2),
         Case("qwen2", "tp2@0-1", checkpointing=True),
-        Case("opt", "tp2@2-3", tp_plan=opt_plan),
-    ]
-
+        Case("opt", "tp2@2-3", tp_plan=OPT_PLAN),
+    ],
+    [Case("llama", "fsdp2.tp2@0-3", num_labels=1), Case("qwen3", "tp4@0-3", num_micro_batches=2)],
+)
+def test_heads_micro_batches_checkpointing_and_custom_plans_equal_one_process(
+    workers: WorkerPool, cases: list[Case]
+) -> None:
     _assert_nothing_differs(workers.run(train_beside_the_reference, cases))
 
 
