@@ -28,7 +28,7 @@ from tests.matrices import matrix
 from tests.models import tiny_model
 from tests.workers import WorkerPool
 
-PROMPTS = [[5 + 3 * i, 9, 40 + i] for i in range(12)]
+PROMPTS = [[5 + 3 * i, 9, 40 + i] for i in range(8)]
 GREEDY = SamplingParams(max_new_tokens=60, temperature=0, stop_token_ids=tuple(range(40, 80)))
 ENDLESS = Conversation(max_turns=100)
 DRAFTS = Speculation(drafter="history", num_draft_tokens=2)

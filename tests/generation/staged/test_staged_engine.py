@@ -85,7 +85,7 @@ def test_a_draft_model_on_the_last_stage_follows_the_samples_of_each_group(
 def test_samples_that_move_between_pipelines_at_random_get_the_tokens_of_one_rank(
     workers: WorkerPool, layout: str, moves: str, bound: int | None, asks: bool
 ) -> None:
-    params = SamplingParams(max_new_tokens=40, n=2, seed=3, stop_token_ids=(7, 70, 77))
+    params = SamplingParams(max_new_tokens=24, n=2, seed=3, stop_token_ids=(7, 70, 77))
     asked = {"params": params, "prompts": [*PROMPTS, [3, 4], [9, 8, 7]]} | (
         {"environment": answer_in_words} if asks else {}
     )

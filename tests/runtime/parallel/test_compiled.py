@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from lightning_realloc.runtime.forward.attention.packed_attention import install
 from lightning_realloc.runtime.model.training_mode import enable_activation_checkpointing, set_training_mode
 from lightning_realloc.runtime.parallel.compiled import compiled_blocks
 from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
+from tests.matrices import matrix
 from tests.models import tiny_model
 from tests.strategies.runs import Batches
 
@@ -30,11 +32,11 @@ def loss_and_gradients(model: Any, batch: Any) -> tuple[float, dict[str, Tensor]
 
 
 @pytest.mark.filterwarnings("ignore:compile='aot_eager' has no effect")
-@pytest.mark.parametrize("recomputes", [False, True])
-def test_losses_and_gradients_are_equal_and_one_program_serves_all_lengths(recomputes: bool) -> None:
+@pytest.mark.parametrize(("num_blocks", "recomputes"), matrix(product([1, 2], [False, True]), (1, False), (1, True)))
+def test_losses_and_gradients_are_equal_and_one_program_serves_all_lengths(num_blocks: int, recomputes: bool) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = tiny_model("qwen3")
+    model = tiny_model("qwen3", num_hidden_layers=num_blocks)
     if recomputes:
         enable_activation_checkpointing(model)
     set_training_mode(model, dropout=False)
