@@ -73,7 +73,8 @@ class CallPlan:
                 raise PlanError(f"{name}={getattr(self, name)!r} must be true or false")
         if self.pipeline_schedule not in get_args(ScheduleName):
             raise PlanError(
-                f"pipeline_schedule={self.pipeline_schedule!r} must be one of {', '.join(get_args(ScheduleName))}"
+                f"pipeline_schedule={self.pipeline_schedule!r} must be one of {', '.join(get_args(ScheduleName))}; "
+                f"interleaved stages are vpp in the layout, as in pp2.vpp2"
             )
         if self.pipeline_schedule != "1f1b" and self.layout.dims.pp == 1:
             raise PlanError(
@@ -313,6 +314,15 @@ class ExecutionPlan:
             )
 
         self._check_offload(dataflow)
+
+    def check_device(self, kind: str) -> None:
+        """Raise PlanError for an option that devices of this kind, ``"cuda"`` or ``"cpu"``, do not have."""
+        offloading = [name for name, call in self.calls if call.activation_offload]
+        if offloading and kind != "cuda":
+            raise PlanError(
+                f"calls.{offloading[0]}: activation_offload moves activations from a CUDA device to host memory, and "
+                f"the ranks are on {kind}; leave it out, or set gradient_checkpointing"
+            )
 
     def check_models(self, dataflow: Dataflow, models: Mapping[str, ModelSpec]) -> None:
         """Check that every call's layout fits its model, by the rules of :class:`ModelLayout`.

@@ -81,8 +81,8 @@ class ParallelDims:
         if self.ep > 1 and self.ep not in self.expert_degrees:
             raise LayoutError(
                 f"ep={self.ep} must divide fsdp={self.fsdp}, or be a multiple of it that divides dp*fsdp="
-                f"{self.dp * self.fsdp}; use ep in {self.expert_degrees}, or an fsdp that ep divides, as in "
-                f"fsdp{self.ep}.ep{self.ep}"
+                f"{self.dp * self.fsdp}; {name_expert_degrees(self.expert_degrees)}, or use an fsdp that ep divides, "
+                f"as in fsdp{self.ep}.ep{self.ep}"
             )
 
     @property
@@ -125,13 +125,14 @@ class ParallelDims:
             if match[1] in degrees:
                 raise LayoutError(f"layout {text!r} names the axis {match[1]} twice; {hint}")
             degrees[match[1]] = int(match[2])
+        dims = cls(**degrees)  # first, so that the order below is that of a layout which exists
         ordered = sorted(degrees, key=axes.index)
         if list(degrees) != ordered:
             wanted = ".".join(f"{axis}{degrees[axis]}" for axis in ordered)
             raise LayoutError(
                 f"layout {text!r} must list its axes outermost first ({', '.join(axes)}); write {wanted!r}"
             )
-        return cls(**degrees)
+        return dims
 
     def __str__(self) -> str:
         degrees = ((axis, getattr(self, axis)) for axis in self.__dataclass_fields__)
@@ -374,6 +375,11 @@ def format_ranks(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank, rank])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def name_expert_degrees(legal: tuple[int, ...]) -> str:
+    """Return the way out of a wrong degree ``ep``, for an error message."""
+    return "leave ep out" if legal == (1,) else f"use ep in {legal}"
 
 
 def is_count(value: object) -> bool:

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout.cuts import Cut, ExpertCut, FsdpCut, TensorParallelCut
-from lightning_realloc.layout.dims import Layout, ParallelDims
+from lightning_realloc.layout.dims import Layout, ParallelDims, name_expert_degrees
 from lightning_realloc.layout.sharding import LocalShard, Piece, local_shard
 
 Section = Literal["input", "block", "output", "ends"]
@@ -275,14 +275,14 @@ class ModelLayout:
     def _check_experts(self) -> None:
         dims = self.layout.dims
         if dims.ep > 1 and self.model.ep_refusal is not None:
-            raise LayoutError(f"ep={dims.ep} is impossible for this model: {self.model.ep_refusal}; use ep=1")
+            raise LayoutError(f"ep={dims.ep} is impossible for this model: {self.model.ep_refusal}; leave ep out")
         possible = self.model.expert_parallel_degrees(dims.expert_degrees[-1]) if dims.ep > 1 else (1,)
         if dims.ep not in possible:
             cuts = ((param, cut) for param in self.model.params for cut in param.cuts if cut.axes == ExpertCut.axes)
             name, rule = next((param.name, rule) for param, cut in cuts if (rule := cut.refusal(param.shape, dims.ep)))
             here = tuple(degree for degree in dims.expert_degrees if degree in possible)
-            others = "" if here == possible else f", or with other degrees of dp and fsdp in {possible}"
-            raise LayoutError(f"{name}: {rule}; use ep in {here}{others}")
+            others = "" if here == possible else f", or use ep in {possible} with other degrees of dp and fsdp"
+            raise LayoutError(f"{name}: {rule}; {name_expert_degrees(here)}{others}")
 
     def _check_pipeline(self) -> None:
         pp = self.layout.dims.pp

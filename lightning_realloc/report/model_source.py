@@ -71,7 +71,8 @@ def read_roles(
 def _read_role(role: str, source: str, dataflow: Dataflow, is_priced: bool, peft: AdapterSource | None) -> RoleMemory:
     config = _read_config(role, source, is_priced)
     described = Role(name=role, source=config, trained=role in dataflow.trained_roles, task=model_task(role), peft=peft)
-    memory = describe_roles([described], {})[role]
+    is_packed = any(call.kind != "generate" for call in dataflow.calls_of(role))
+    memory = describe_roles([described], {}, packed=[role] if is_packed else [])[role]
     obstacle = _pricing_obstacle(config.get_text_config(), memory) if is_priced else None
     if obstacle is not None:
         raise PlanError(

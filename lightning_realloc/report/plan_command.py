@@ -196,7 +196,7 @@ def _compare(request: PlanRequest, write: Write) -> bool:
 
 
 def _priced_file(pricer: PlanPricer, file: str, request: PlanRequest) -> PricedPlan:
-    plan = ExecutionPlan.load(file)
+    plan = _load_plan(file, request)
     try:
         return pricer.price(plan)
     except PlanError as error:
@@ -225,7 +225,7 @@ def _sweep(request: PlanRequest, write: Write) -> bool:
 def check_plan(request: PlanRequest, write: Write) -> None:
     """Write the memory table of a plan; PlanError, after the table, if the plan does not fit."""
     flow, workload = request.dataflow, request.workload
-    plan = ExecutionPlan.load(request.flags.check).completed(flow)
+    plan = _load_plan(request.flags.check, request).completed(flow)
     world_size = 1 + max(rank for layout in plan.layouts for rank in layout.ranks)
     plan.check(flow, world_size if request.cluster is None else request.cluster.num_devices)
     roles = _roles(request, is_priced=False)
@@ -247,6 +247,12 @@ def check_plan(request: PlanRequest, write: Write) -> None:
 
 
 # ---- shared by all modes
+def _load_plan(file: str, request: PlanRequest) -> ExecutionPlan:
+    plan = ExecutionPlan.load(file)
+    plan.check_device("cpu" if request.cluster is not None and request.is_cpu else "cuda")
+    return plan
+
+
 def _roles(request: PlanRequest, *, is_priced: bool) -> dict[str, RoleMemory]:
     sources, adapters, shares = request.sources, request.adapters, request.shares
     return read_roles(sources, request.dataflow, is_priced=is_priced, adapters=adapters, shares=shares)

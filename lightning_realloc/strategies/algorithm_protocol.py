@@ -8,7 +8,6 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from lightning_realloc.batch.training import TrainOptions
-from lightning_realloc.generation.core.capabilities import CAPABILITIES
 from lightning_realloc.generation.engine_parts import CudaGraphs
 
 if TYPE_CHECKING:
@@ -83,28 +82,3 @@ class ModelRole(Protocol):
     def describe_adapters(self) -> tuple[Any, ...]: ...
     def resembling(self, config: PreTrainedConfig) -> ModelRole: ...
     def build(self, *, seed: int) -> nn.Module: ...
-
-
-def option_without_lockstep(algorithm: RunnableAlgorithm) -> str | None:
-    """Return an option of generation that ranks cannot follow which run each block together; None if there is none.
-
-    The text continues "cannot ...".
-    """
-    speculation = algorithm.speculation
-    if "sharded" not in CAPABILITIES[algorithm.engine]:
-        return f"generate by engine={algorithm.engine!r}"
-    if algorithm.generation_options.batch_invariant:
-        return "generate with batch_invariant=True"
-    drafts = speculation is not None and speculation.drafter == "blocks"
-    return "draft by its own first blocks" if drafts else None
-
-
-def option_without_stages(algorithm: RunnableAlgorithm) -> str | None:
-    """Return an option, with its value, that needs all layers of a model on a rank; None if stages can generate."""
-    options, speculation = algorithm.generation_options, algorithm.speculation
-    asked = {
-        f"engine={algorithm.engine!r}": "stages" not in CAPABILITIES[algorithm.engine],
-        "batch_invariant=True": options.batch_invariant,
-        "drafting by the first blocks": speculation is not None and speculation.drafter == "blocks",
-    }
-    return next((option for option, is_set in asked.items() if is_set), None)

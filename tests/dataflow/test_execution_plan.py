@@ -110,7 +110,7 @@ def test_an_error_names_the_call_of_the_plan_rather_than_one_that_copies_its_lay
         ),
         (
             {"calls": {"a": {"layout": "pp2", "pipeline_schedule": "gpipe"}}},
-            r"calls\.a: pipeline_schedule='gpipe' must be one of 1f1b, zero_bubble",
+            r"calls\.a: pipeline_schedule='gpipe' must be one of 1f1b, zero_bubble; interleaved stages are vpp",
         ),
         (
             {"calls": {"a": {"layout": "tp2", "pipeline_schedule": "zero_bubble"}}},

@@ -46,10 +46,15 @@ def test_a_degree_that_divides_the_ranks_of_other_axes_is_read_and_printed() -> 
     assert ParallelDims(dp=6, fsdp=4).expert_degrees == (1, 2, 4, 8, 12, 24)
     assert ParallelDims(dp=4).expert_degrees == (1, 2, 4)
     for text, words in (
-        ("ep2.tp2", "write 'tp2.ep2'"),
+        ("ep2.fsdp2", "write 'fsdp2.ep2'"),
+        ("ep2.tp2", "ep=2 must divide fsdp=1"),  # the rule that the right order breaks, too
+        ("fsdp2.vpp2", "pp=1 has one stage"),
         ("ep0", "ep=0 must be"),
         ("zz2", ", ".join(("pp", "vpp", *AXES[1:], "ep"))),
-        ("ep2", r"ep=2 must divide fsdp=1, .* that divides dp\*fsdp=1; use ep in \(1,\), or .* as in fsdp2.ep2"),
+        (
+            "ep2",
+            r"ep=2 must divide fsdp=1, .* that divides dp\*fsdp=1; leave ep out, or use .* as in fsdp2.ep2",
+        ),
         ("dp3.fsdp4.ep6", r"use ep in \(1, 2, 4, 12\)"),
     ):
         with pytest.raises(LayoutError, match=words):

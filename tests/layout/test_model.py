@@ -59,12 +59,12 @@ def test_ranks_that_divide_experts_get_equal_shares() -> None:
     assert EXPERTS.expert_parallel_degrees(8) == (1, 2, 4)
     assert SMALL.expert_parallel_degrees(8) == (1,)
     assert lay("dp2.fsdp2.ep4", EXPERTS).gathered_shard("model.layers.0.experts.down_proj", 2).shape == (1, 12, 10)  # type: ignore[union-attr]
-    rule = "ep=3 must divide the 4 experts; use ep in (1,), or with other degrees of dp and fsdp in (1, 2)"
+    rule = "ep=3 must divide the 4 experts; leave ep out, or use ep in (1, 2) with other degrees of dp and fsdp"
     with pytest.raises(LayoutError, match=re.escape(rule)):
         lay("fsdp3.ep3", EXPERTS)
     with pytest.raises(LayoutError, match=r"ep=8 must divide the 4 experts; use ep in \(1, 2, 4\)$"):
         lay("fsdp8.ep8", EXPERTS)
-    with pytest.raises(LayoutError, match=r"ep=2 is impossible for this model: it has no experts; use ep=1"):
+    with pytest.raises(LayoutError, match=r"ep=2 is impossible for this model: it has no experts; leave ep out"):
         lay("fsdp2.ep2")
     assert lay("fsdp2.ep2", EXPERTS).subset({"model.layers.0.gate.weight"}).names(1) == ("model.layers.0.gate.weight",)
 

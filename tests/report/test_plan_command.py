@@ -258,6 +258,16 @@ def test_models_without_tensor_parallelism_are_named(capsys: pytest.CaptureFixtu
     assert not re.search(r"actor\..*\btp[0-9]", text)
 
 
+def test_a_check_refuses_what_a_run_refuses_before_it_builds_models(tmp_path: Path) -> None:
+    config = {"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 64, "state_size": 4, "vocab_size": 1000}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("calls: {actor.generate: dp2, actor.train: {layout: cp2, activation_offload: true}}")
+    recurrent = refused("--check", str(plan), "--actor", str(tmp_path))
+    assert "MambaForCausalLM cannot run packed sequences: its layers ['linear_attention'] may let" in recurrent
+    assert "activation_offload" in refused("--check", str(plan), "--actor", TINY, "--cluster", "cpu:1x2")
+
+
 def test_roles_have_the_defaults_of_the_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
     ppo = ("--algorithm", "ppo", *SMALL)
     assert f"actor, reference, reward, critic: {TINY}" in ask(capsys, "--actor", TINY, *ppo)

@@ -170,6 +170,29 @@ def role_without_model() -> Any:
     return WithoutModel(tiny_model("llama")), "heuristic", Batches(1, responses=True)
 
 
+class NeverBuilt(GRPO):
+    """An algorithm whose models must not be built."""
+
+    def configure_model(self) -> None:
+        """Fail."""
+        raise AssertionError("models are built")
+
+
+def stages_of_another_engine() -> Any:
+    """An engine that runs whole models, in two stages."""
+    module = NeverBuilt(
+        tiny_model("llama"), runs.low_tokens, sampling=runs.SAMPLING, tokenizer=byte_tokenizer(), engine="hf"
+    )
+    return module, calls(actor_generate="pp2", actor_train="fsdp2"), Batches(1)
+
+
+def recurrent_model() -> Any:
+    """A model whose state crosses the sequences of a pack."""
+    config = AutoConfig.for_model("mamba", vocab_size=128, num_hidden_layers=2, hidden_size=8, state_size=2)
+    module = NeverBuilt(config, runs.low_tokens, sampling=runs.SAMPLING, tokenizer=byte_tokenizer(), engine="hf")
+    return module, calls(actor_generate="dp2", actor_train="cp2"), Batches(1)
+
+
 def test_invalid_plans_are_refused(workers: WorkerPool) -> None:
     expect(
         workers,
@@ -183,6 +206,8 @@ def test_invalid_plans_are_refused(workers: WorkerPool) -> None:
             unknown_call: "names critic.train, which this algorithm does not have; it has actor.infer, actor.train",
             unknown_option: "calls.actor.train has no option 'microbatch'; it has activation_offload",
             offload_without_a_gpu: "PlanError: calls.actor.train: activation_offload moves activations from a CUDA",
+            stages_of_another_engine: "GenerationError: actor.generate runs in the layout pp2@0-1, whose ranks hold a",
+            recurrent_model: "ConfigError: MambaForCausalLM cannot run packed sequences: its layers ['linear_att",
             compiled_zero_bubble: "PlanError: calls.actor.train: pipeline_schedule='zero_bubble' divides the backward",
             missing_plan_file: "PlanError: plan file no/such/plan.yaml: ",
             no_tensor_parallel_plan: "LayoutError: ",

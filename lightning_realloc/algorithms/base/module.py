@@ -331,7 +331,6 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
         # A strategy divides models. A subclass of a user that extends this method may change weights: in float32.
         divides = self._trainer is not None and type(self).configure_model.__module__.startswith("lightning_realloc.")
         placed = self.dataflow.roles if divides else ()
-        fits = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
         roles, packing = self.roles(), []
         for role in roles:
             if role.shares is None and not hasattr(self, role.name):
@@ -346,7 +345,7 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
                 if self.liger_kernels:
                     use_liger_kernels(model, role.name, self._strategy.root_device)
                 setattr(self, role.name, model)
-                if fits and self._packs(role.name):
+                if role.name in self.packed_roles:
                     packing.append(model)
         check_segments(packing)
         self.sources.update({role: without_weights(source) for role, source in self.sources.items()})
@@ -382,15 +381,21 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
         warnings.filterwarnings("ignore", message=r".*FSDP2-wrapped module .* returned a view tensor")
         # It advises to save weights from before the step. Checkpoints of an iteration hold those after it.
         warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization and every_n_train")
-        for role, model in self.models().items():
-            if self._packs(role):
-                check_packable(model)
+        models = self.models()
+        for role in self.packed_roles:
+            check_packable(models[role])
         data = getattr(self.trainer, "datamodule", None)
         for split, table in data.tables.items() if isinstance(data, RowDataModule) else ():
             self._check_token_ids(table, kinds=("generate", "infer", "train"))
             if split == "val" and self.trainer.limit_val_batches:
                 for functions in self._reward_functions_kept():
                     functions.check_columns(table.data, "held-out data")
+
+    @property
+    def packed_roles(self) -> tuple[str, ...]:
+        """Roles that a fit runs on packed sequences; none outside a fit."""
+        fits = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
+        return tuple(role for role in self.dataflow.roles if fits and self._packs(role))
 
     def _packs(self, role: str) -> bool:
         """Return whether a method of this package runs a role on packed sequences.

@@ -16,11 +16,11 @@ from lightning_realloc.generation import Engine, HFEngine
 from lightning_realloc.generation.core.capabilities import require_capability
 from lightning_realloc.generation.loop.environment import Agree
 from lightning_realloc.layout import Layout
-from lightning_realloc.strategies.algorithm_protocol import option_without_lockstep, option_without_stages
 from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.lockstep import Lockstep
 from lightning_realloc.strategies.calls.weight_updates import WeightUpdates
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
+from lightning_realloc.strategies.generation_limits import refuse_generation_layout
 from lightning_realloc.strategies.pool.replica import Replica
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class EngineFactory(ABC):
         Raises:
             GenerationError: for a layout in which the engine, or one of its options, cannot run.
         """
-        self._check(call, replica)
+        refuse_generation_layout(self._algorithm, call.name, replica.layout)
         ranks = replica.layout.batch_group(self._context.rank)
         peers = tuple(rank for rank in ranks if rank != self._context.rank)
         max_slots = self._context.pool.plan.call(call.name).max_slots
@@ -133,27 +133,6 @@ class EngineFactory(ABC):
 
     def close(self) -> None:  # noqa: B027 - most engines have no processes
         """End all processes of engines; a later call starts them again."""
-
-    def _check(self, call: ModelFunctionCall, replica: Replica) -> None:
-        """Refuse options that cannot be followed where a rank does not hold all layers at once."""
-        self._check_stages(call, replica)
-        asked = option_without_lockstep(self._algorithm)
-        if replica.layout.runs_in_lockstep and asked is not None:
-            raise GenerationError(
-                f"{call.name} runs in the layout {replica.layout}, whose blocks are run by all ranks together, and "
-                f"cannot {asked}; give it a layout with fsdp=1 and ep=1, or another engine or drafter"
-            )
-
-    def _check_stages(self, call: ModelFunctionCall, replica: Replica) -> None:
-        """Refuse options that need all layers of a model on a rank, in a pipeline."""
-        if replica.layout.count(*Layout.stage_axes) == 1:
-            return
-        option = option_without_stages(self._algorithm)
-        if option is not None:
-            raise GenerationError(
-                f"{call.name} runs in the layout {replica.layout}, whose ranks hold a stage each, and {option} needs "
-                f"all layers on a rank; leave it out, or give {call.name} a layout with pp=1"
-            )
 
     def _updates(self, call: ModelFunctionCall, replica: Replica) -> WeightUpdates | None:
         """Return the source of newer weights in a generation; None if weights change between calls only."""

@@ -29,12 +29,9 @@ from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.output_files import write_text
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.transfer.agreement import TransportName
-from lightning_realloc.strategies.algorithm_protocol import (
-    RunnableAlgorithm,
-    option_without_lockstep,
-    option_without_stages,
-)
+from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
 from lightning_realloc.strategies.calls.overlap import OverlapOptions
+from lightning_realloc.strategies.generation_limits import option_without_lockstep, option_without_stages
 from lightning_realloc.strategies.measure.profiler import MAX_BLOCKS, MAX_DECODE_BLOCKS, OutOfTimeError, Profiler
 from lightning_realloc.strategies.measure.subjects import Machine, ProfileRequest, SubjectMaker
 from lightning_realloc.strategies.pool.builder import PoolBuilder

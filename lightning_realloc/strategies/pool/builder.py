@@ -29,7 +29,11 @@ from lightning_realloc.runtime.model.adapter_layers import adapted_layers
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.transfer.shared_memory import shared_memory_obstacle
-from lightning_realloc.strategies.algorithm_protocol import option_without_lockstep, option_without_stages
+from lightning_realloc.strategies.generation_limits import (
+    option_without_lockstep,
+    option_without_stages,
+    refuse_generation_layout,
+)
 from lightning_realloc.strategies.largest_workload import largest_workload
 from lightning_realloc.strategies.pool.memory_check import (
     describe_roles,
@@ -112,19 +116,17 @@ class PoolBuilder:
         Raises:
             PlanError: when ranks hold different plans, and for one that does not fit the algorithm, ranks or device.
             LayoutError: for a layout that does not fit its model.
+            GenerationError: for a generating call whose layout cannot follow the algorithm's options.
         """
         plan = self._make_plan(source, specs).completed(self.dataflow)
         if len(set(gather_objects(plan.digest))) > 1:  # first, so that every rank finds the same errors in it
             raise PlanError("ranks hold different execution plans; give every process the same file or object")
         plan.check(self.dataflow, self.facts.world_size)
         plan.check_models(self.dataflow, specs)
-        offloading = [name for name, call in plan.calls if call.activation_offload]
-        if offloading and self.facts.device.type != "cuda":
-            raise PlanError(
-                f"calls.{offloading[0]}: activation_offload moves activations from a CUDA device to host memory, and "
-                f"this run is on {self.facts.device.type}; leave it out, or set gradient_checkpointing"
-            )
+        plan.check_device(self.facts.device.type)
         self._refuse_compiled_schedule(plan)
+        if source != "heuristic":  # one that fits nowhere is refused for its memory
+            self._refuse_generation_layouts(plan)
         return plan
 
     def _refuse_compiled_schedule(self, plan: ExecutionPlan) -> None:
@@ -136,6 +138,11 @@ class PoolBuilder:
                         f"calls.{name}: pipeline_schedule='zero_bubble' divides the backward pass of a layer, which "
                         f"compile={backend!r} fuses; leave one of them out"
                     )
+
+    def _refuse_generation_layouts(self, plan: ExecutionPlan) -> None:
+        generating = (call for call in self.dataflow.iteration_calls if call.kind == "generate")
+        for call in generating if self.policies.reallocation.enabled else ():  # else each role stays in one layout
+            refuse_generation_layout(self.module, call.name, plan.layout(call.name))
 
     def _make_plan(self, source: NamedPlan, specs: Mapping[str, ModelSpec]) -> ExecutionPlan:
         """Return the plan itself, or make the one that is named; see `heuristic_plan`."""
@@ -262,7 +269,8 @@ class PoolBuilder:
         kept: dict[str, RoleMemory] = vars(self.module).get(_ROLES_ATTRIBUTE, self._described)
         if kept.keys() >= set(self.dataflow.roles):
             return kept
-        roles = describe_roles(self.module.roles(), self.options.tp_plans, max_tp=self.facts.world_size)
+        described, packed = self.module.roles(), self.module.packed_roles
+        roles = describe_roles(described, self.options.tp_plans, max_tp=self.facts.world_size, packed=packed)
         for role in self.dataflow.trained_roles:
             roles[role] = _balanced(roles[role], self.module.train_options_of(role).router_aux_loss_coef)
         self._described.update(roles)

@@ -8,7 +8,7 @@ allocator keeps the block, and the move's tensors come out of it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError, ReallocError
 from lightning_realloc.generation.core.capabilities import CAPABILITIES
 from lightning_realloc.generation.forward.packed_linear import packs
+from lightning_realloc.runtime.forward.attention.packable import check_packable
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.model.quantized import quantized_bytes
 from lightning_realloc.runtime.model.training_mode import can_recompute
@@ -41,13 +42,22 @@ log = logging.getLogger(__name__)
 
 
 def describe_roles(
-    roles: Iterable[Any], tp_plans: Mapping[str, Mapping[str, str]], *, max_tp: int = MAX_TENSOR_PARALLEL
+    roles: Iterable[Any],
+    tp_plans: Mapping[str, Mapping[str, str]],
+    *,
+    max_tp: int = MAX_TENSOR_PARALLEL,
+    packed: Collection[str] = (),
 ) -> dict[str, RoleMemory]:
     """Return role -> its description for memory forecasts. Loads nothing but configurations.
 
     Args:
         tp_plans: Role -> tensor-parallel styles, for models without a plan of their own.
         max_tp: Largest tensor-parallel degree of any layout: a run's number of ranks.
+        packed: Roles that run packed sequences.
+
+    Raises:
+        ConfigError: for a model that cannot run packed sequences, and has to.
+        PlanError: for a configuration without the sizes of a decoder.
     """
     described: dict[str, RoleMemory] = {}
     for role in sorted(
@@ -57,6 +67,8 @@ def describe_roles(
             described[role.name] = replace(described[role.shares], frozen_params=frozenset(), shares=role.shares)
             continue
         model = role.describe()
+        if role.name in packed:
+            check_packable(model)
         spec = describe_model(model, tp_plan=tp_plans.get(role.name), max_tp=max_tp)
         config = getattr(model, "config", None)
         shape = None

@@ -122,7 +122,7 @@ def test_the_experts_of_every_family_can_be_divided(family: str) -> None:
 
 
 def test_experts_that_ranks_cannot_divide_are_refused_by_name() -> None:
-    with pytest.raises(LayoutError, match=r"ep=2 is impossible for this model: it has no experts; use ep=1"):
+    with pytest.raises(LayoutError, match=r"ep=2 is impossible for this model: it has no experts; leave ep out"):
         ModelLayout(describe_model(tiny_model("llama"), max_tp=1), Layout.parse("fsdp2.ep2"))
     with pytest.raises(LayoutError, match=r"use ep in \(1, 2\)"):
         ModelLayout(describe_model(tiny_model("mixtral", num_local_experts=6), max_tp=1), Layout.parse("dp4.ep4"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,7 +12,7 @@ from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import GenerationError, PlanError
 from lightning_realloc.layout import Layout
 from lightning_realloc.runtime.forward.deferred_weights import DeferredWeights
-from lightning_realloc.strategies.calls.native_engines import NativeEngines
+from lightning_realloc.strategies.generation_limits import refuse_generation_layout
 from tests.matrices import matrix
 from tests.models import tiny_model
 from tests.strategies import runs
@@ -92,10 +91,5 @@ def test_generation_on_parts_of_rows_or_in_interleaved_stages_is_refused(generat
     ],
 )
 def test_options_that_need_all_layers_on_a_rank_are_refused_by_name(settings: dict[str, Any], named: str) -> None:
-    module = runs.grpo(**settings)
-    call = next(call for call in module.dataflow.model_calls if call.kind == "generate")
-    replica: Any = SimpleNamespace(layout=Layout.parse("pp2.dp2"))
-    factory = NativeEngines(SimpleNamespace(algorithm=module))  # type: ignore[arg-type]
-
     with pytest.raises(GenerationError, match=rf"pp2\.dp2@0-3, whose ranks hold a stage each, and {named} .*pp=1"):
-        factory._check_stages(call, replica)
+        refuse_generation_layout(runs.grpo(**settings), "actor.generate", Layout.parse("pp2.dp2"))

@@ -1,0 +1,67 @@
+"""Refuse layouts of a generating call whose ranks cannot follow the algorithm's options, before a model is built."""
+
+from __future__ import annotations
+
+from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.core.capabilities import CAPABILITIES
+from lightning_realloc.layout import Layout
+from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
+
+
+def option_without_lockstep(algorithm: RunnableAlgorithm) -> str | None:
+    """Return an option of generation that ranks cannot follow which run each block together; None if there is none.
+
+    The text continues "cannot ...".
+    """
+    speculation = algorithm.speculation
+    if "sharded" not in CAPABILITIES[algorithm.engine]:
+        return f"generate by engine={algorithm.engine!r}"
+    if algorithm.generation_options.batch_invariant:
+        return "generate with batch_invariant=True"
+    drafts = speculation is not None and speculation.drafter == "blocks"
+    return "draft by its own first blocks" if drafts else None
+
+
+def option_without_stages(algorithm: RunnableAlgorithm) -> str | None:
+    """Return an option, with its value, that needs all layers of a model on a rank; None if stages can generate."""
+    options, speculation = algorithm.generation_options, algorithm.speculation
+    asked = {
+        f"engine={algorithm.engine!r}": "stages" not in CAPABILITIES[algorithm.engine],
+        "batch_invariant=True": options.batch_invariant,
+        "drafting by the first blocks": speculation is not None and speculation.drafter == "blocks",
+    }
+    return next((option for option, is_set in asked.items() if is_set), None)
+
+
+def refuse_generation_layout(algorithm: RunnableAlgorithm, call: str, layout: Layout) -> None:
+    """Raise GenerationError for a layout of a call whose ranks cannot follow an option of generation."""
+    runs_in = f"{call} runs in the layout {layout}"
+    if algorithm.engine == "vllm":
+        _refuse_vllm_layout(algorithm, runs_in, layout)
+    asked = option_without_stages(algorithm)
+    if layout.count(*Layout.stage_axes) > 1 and asked is not None:
+        raise GenerationError(
+            f"{runs_in}, whose ranks hold a stage each, and {asked} needs all layers on a rank; leave it out, or give "
+            f"{call} a layout with pp=1"
+        )
+    asked = option_without_lockstep(algorithm)
+    if layout.runs_in_lockstep and asked is not None:
+        raise GenerationError(
+            f"{runs_in}, whose blocks are run by all ranks together, and cannot {asked}; give it a layout with fsdp=1 "
+            f"and ep=1, or another engine or drafter"
+        )
+
+
+def _refuse_vllm_layout(algorithm: RunnableAlgorithm, runs_in: str, layout: Layout) -> None:
+    """Refuse layouts that vLLM cannot take weights from: tensor parallelism, several ranks of one server."""
+    options = algorithm.generation_options.vllm
+    if layout.dims.tp > 1:
+        raise GenerationError(
+            f"{runs_in}, and engine='vllm' takes over whole weights from each rank; give it a layout with tp=1, such "
+            f"as dp{layout.dims.tp}, or use engine='native'"
+        )
+    if options is not None and options.address is not None and len(layout.ranks) > 1:
+        raise GenerationError(
+            f"{runs_in} of {len(layout.ranks)} ranks, which would all give weights to the server {options.address}; "
+            f"give it a layout of one rank, or leave address out"
+        )
