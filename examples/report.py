@@ -22,7 +22,6 @@ from transformers.utils import logging as transformers_logging
 from examples.recorder import CALLS, Iteration, Recording, Switch, mean_seconds
 
 HARMLESS_WARNINGS = (
-    r".*isinstance.treespec, LeafSpec.*",  # Lightning's, about torch's pytrees
     r".*torch.distributed.* is deprecated.*",  # torch's, about its own FSDP
     r".*does not have many workers.*",  # the data is in memory
 )

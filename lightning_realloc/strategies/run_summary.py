@@ -81,7 +81,7 @@ def _summary_lines(placed: PlacedRoles, optimizers: LightningOptimizers, trainer
     sizes = (_size(name, role, is_trained=name in trained) for name, role in builder.describe_roles().items())
     yield f"models: {', '.join(sizes)}"
     offload = f"; offload {', '.join(plan.offload)}" if plan.offload else ""
-    yield f"plan: {', '.join(f'{name} {call.layout}' for name, call in plan.calls)}{offload}"
+    yield f"plan: {', '.join(f'{name} {call.to_text()}' for name, call in plan.calls)}{offload}"
     yield from _memory_line(builder, plan, keeps_caches=keeps_caches)
     yield from _first_iterations_line(builder, plan, keeps_graphs=keeps_caches)
     yield f"an iteration: {', '.join(_iteration(module, trainer, trained))}"

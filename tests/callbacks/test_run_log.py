@@ -28,6 +28,7 @@ from lightning_realloc.generation import Conversation, SamplingParams
 from lightning_realloc.layout import Layout
 from lightning_realloc.runtime.messages.failure_store import STORE_LOST
 from lightning_realloc.strategies.lightning.failures import log_way_to_resume
+from lightning_realloc.strategies.realloc import ReallocStrategy
 from lightning_realloc.strategies.run_summary import _first_iterations_line, _shortage
 from tests.environments.guessing import chat_model, chat_tokenizer, is_even, words_as_calls
 from tests.models import byte_tokenizer, tiny_model
@@ -58,17 +59,20 @@ def messages(found: list[str]) -> Any:
         logger.filters = filters
 
 
-def told(module: Any, data: Any, *, world_size: int = 1, **options: Any) -> list[str]:
+def told(module: Any, data: Any, *, plan: Any = "heuristic", world_size: int = 1, **options: Any) -> list[str]:
     """Return the messages of a run."""
     found: list[str] = []
     with messages(found):
-        runs.trainer("realloc", world_size, **{**LOUD, **options}).fit(module, data)
+        runs.trainer(ReallocStrategy(plan), world_size, **{**LOUD, **options}).fit(module, data)
     return found
 
 
 def lines(found: Sequence[str]) -> list[str]:
     """Return the lines of iterations."""
     return [text for text in found if re.match(r"step \d+", text)]
+
+
+SMALL = runs.calls(actor_train={"layout": "fsdp2", "micro_batch_tokens": 64}, actor_infer="fsdp2")
 
 
 def logs() -> dict[str, list[str]]:
@@ -83,7 +87,7 @@ def logs() -> dict[str, list[str]]:
         "every": told(
             runs.grpo(), prompts, world_size=world_size, callbacks=[RunLog(0.0)], max_steps=3, val_check_interval=2
         ),
-        "seldom": told(runs.sft(), Batches(4, responses=True), world_size=world_size, max_steps=4),
+        "seldom": told(runs.sft(), Batches(4, responses=True), plan=SMALL, world_size=world_size, max_steps=4),
         "no lines": told(
             runs.sft(), Batches(1, responses=True), world_size=world_size, max_steps=1, enable_progress_bar=False
         ),
@@ -110,6 +114,7 @@ def test_a_plain_log_has_a_summary_and_a_line_per_iteration(workers: WorkerPool)
     seldom = lines(first["seldom"])
     assert [line.split("  ")[0] for line in seldom] == ["step 1/4", "step 4/4"]
     assert all(re.match(rf"step ./4  loss {number}  len \d+  train ", line) for line in seldom)
+    assert any("actor.train {layout: fsdp2@0-1, micro_batch_tokens: 64}" in text for text in first["seldom"])
     assert not lines(first["no lines"]) and lines(first["no summary"])
     assert not any("models: " in text for text in first["no summary"])
     assert any("  a response: at most 3 turns; tools: is_even\n" in text for text in first["agent"])
