@@ -315,15 +315,6 @@ class ExecutionPlan:
 
         self._check_offload(dataflow)
 
-    def check_device(self, kind: str) -> None:
-        """Raise PlanError for an option that devices of this kind, ``"cuda"`` or ``"cpu"``, do not have."""
-        offloading = [name for name, call in self.calls if call.activation_offload]
-        if offloading and kind != "cuda":
-            raise PlanError(
-                f"calls.{offloading[0]}: activation_offload moves activations from a CUDA device to host memory, and "
-                f"the ranks are on {kind}; leave it out, or set gradient_checkpointing"
-            )
-
     def check_models(self, dataflow: Dataflow, models: Mapping[str, ModelSpec]) -> None:
         """Check that every call's layout fits its model, by the rules of :class:`ModelLayout`.
 

@@ -37,7 +37,7 @@ from lightning_realloc.report.plan_report import (
     timeline_table,
 )
 from lightning_realloc.report.plan_request import PlanRequest, parse_request
-from lightning_realloc.strategies.pool.memory_check import settings_of_precision
+from lightning_realloc.strategies.pool.memory_check import refuse_offload_without_gpu, settings_of_precision
 from lightning_realloc.tuning.estimate.hardware import CPU_EFFICIENCY
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
 from lightning_realloc.tuning.memory.advice import find_excess
@@ -249,7 +249,7 @@ def check_plan(request: PlanRequest, write: Write) -> None:
 # ---- shared by all modes
 def _load_plan(file: str, request: PlanRequest) -> ExecutionPlan:
     plan = ExecutionPlan.load(file)
-    plan.check_device("cpu" if request.cluster is not None and request.is_cpu else "cuda")
+    refuse_offload_without_gpu(plan, "cpu" if request.is_cpu else "cuda")
     return plan
 
 

@@ -36,8 +36,6 @@ def option_without_stages(algorithm: RunnableAlgorithm) -> str | None:
 def refuse_generation_layout(algorithm: RunnableAlgorithm, call: str, layout: Layout) -> None:
     """Raise GenerationError for a layout of a call whose ranks cannot follow an option of generation."""
     runs_in = f"{call} runs in the layout {layout}"
-    if algorithm.engine == "vllm":
-        _refuse_vllm_layout(algorithm, runs_in, layout)
     asked = option_without_stages(algorithm)
     if layout.count(*Layout.stage_axes) > 1 and asked is not None:
         raise GenerationError(
@@ -49,19 +47,4 @@ def refuse_generation_layout(algorithm: RunnableAlgorithm, call: str, layout: La
         raise GenerationError(
             f"{runs_in}, whose blocks are run by all ranks together, and cannot {asked}; give it a layout with fsdp=1 "
             f"and ep=1, or another engine or drafter"
-        )
-
-
-def _refuse_vllm_layout(algorithm: RunnableAlgorithm, runs_in: str, layout: Layout) -> None:
-    """Refuse layouts that vLLM cannot take weights from: tensor parallelism, several ranks of one server."""
-    options = algorithm.generation_options.vllm
-    if layout.dims.tp > 1:
-        raise GenerationError(
-            f"{runs_in}, and engine='vllm' takes over whole weights from each rank; give it a layout with tp=1, such "
-            f"as dp{layout.dims.tp}, or use engine='native'"
-        )
-    if options is not None and options.address is not None and len(layout.ranks) > 1:
-        raise GenerationError(
-            f"{runs_in} of {len(layout.ranks)} ranks, which would all give weights to the server {options.address}; "
-            f"give it a layout of one rank, or leave address out"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -160,6 +161,8 @@ class PlacedRoles:
 
     def set_up(self, trainer: Trainer) -> None:
         """Shard every role into its home layout, and make the runner and the offloader. Collective over all ranks."""
+        # Lightning's, on every rank of every run, about a rule of torch's pytrees that Lightning alone can follow.
+        warnings.filterwarnings("ignore", r".*isinstance.treespec, LeafSpec", FutureWarning)
         self._watch(local_folder(trainer.default_root_dir))
         with self._naming_failures():
             if self._pool is None:

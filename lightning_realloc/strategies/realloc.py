@@ -7,7 +7,6 @@ call. It trains any other LightningModule data-parallel. ``docs/internals/lightn
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from datetime import timedelta
@@ -225,8 +224,6 @@ class ReallocStrategy(DataParallelStrategy):
         assert self.accelerator is not None
         assert self.model is not None
         refuse_precision(str(self.precision_plugin.precision))
-        # Lightning's, on every rank of every run, about a rule of torch's pytrees that Lightning alone can follow.
-        warnings.filterwarnings("ignore", r".*isinstance.treespec, LeafSpec", FutureWarning)
         self.accelerator.setup(trainer)
         flow = self.dataflow
         if flow is None:

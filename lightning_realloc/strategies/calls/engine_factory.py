@@ -84,7 +84,7 @@ class EngineFactory(ABC):
         Raises:
             GenerationError: for a layout in which the engine, or one of its options, cannot run.
         """
-        refuse_generation_layout(self._algorithm, call.name, replica.layout)
+        self._check(call, replica)
         ranks = replica.layout.batch_group(self._context.rank)
         peers = tuple(rank for rank in ranks if rank != self._context.rank)
         max_slots = self._context.pool.plan.call(call.name).max_slots
@@ -133,6 +133,10 @@ class EngineFactory(ABC):
 
     def close(self) -> None:  # noqa: B027 - most engines have no processes
         """End all processes of engines; a later call starts them again."""
+
+    def _check(self, call: ModelFunctionCall, replica: Replica) -> None:
+        """Refuse options that the ranks of a layout cannot follow."""
+        refuse_generation_layout(self._algorithm, call.name, replica.layout)
 
     def _updates(self, call: ModelFunctionCall, replica: Replica) -> WeightUpdates | None:
         """Return the source of newer weights in a generation; None if weights change between calls only."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
+from lightning_realloc.errors import GenerationError
 from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.engine_factory import EngineFactory, ReplicaEngine
 from lightning_realloc.strategies.calls.weight_updates import WeightUpdates
@@ -41,6 +43,21 @@ class VLLMEngines(EngineFactory):
         )
         self._services[key] = engine.service
         return ReplicaEngine(replica=replica, engine=engine, peers=peers, updates=updates)
+
+    def _check(self, call: ModelFunctionCall, replica: Replica) -> None:
+        """Refuse also layouts that vLLM cannot take weights from: tensor parallelism, several ranks of one server."""
+        layout, options = replica.layout, self._algorithm.generation_options.vllm
+        if layout.dims.tp > 1:
+            raise GenerationError(
+                f"{call.name} runs in the layout {layout}, and engine='vllm' takes over whole weights from each rank; "
+                f"give it a layout with tp=1, such as dp{layout.dims.tp}, or use engine='native'"
+            )
+        if options is not None and options.address is not None and len(layout.ranks) > 1:
+            raise GenerationError(
+                f"{call.name} runs in the layout {layout} of {len(layout.ranks)} ranks, which would all give weights "
+                f"to the server {options.address}; give it a layout of one rank, or leave address out"
+            )
+        super()._check(call, replica)
 
     def close(self) -> None:
         """End all processes; a later call starts them again."""

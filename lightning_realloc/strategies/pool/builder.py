@@ -40,6 +40,7 @@ from lightning_realloc.strategies.pool.memory_check import (
     describe_with_adapters,
     engine_memory,
     has_room_for_caches,
+    refuse_offload_without_gpu,
     refuse_too_large,
     require_free_memory,
     settings_of_precision,
@@ -123,7 +124,7 @@ class PoolBuilder:
             raise PlanError("ranks hold different execution plans; give every process the same file or object")
         plan.check(self.dataflow, self.facts.world_size)
         plan.check_models(self.dataflow, specs)
-        plan.check_device(self.facts.device.type)
+        refuse_offload_without_gpu(plan, self.facts.device.type)
         self._refuse_compiled_schedule(plan)
         if source != "heuristic":  # one that fits nowhere is refused for its memory
             self._refuse_generation_layouts(plan)

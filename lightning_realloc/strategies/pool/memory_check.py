@@ -86,6 +86,16 @@ def describe_roles(
     return described
 
 
+def refuse_offload_without_gpu(plan: ExecutionPlan, device_type: str) -> None:
+    """Raise PlanError for a plan that offloads activations from devices of another type than ``"cuda"``."""
+    offloading = [name for name, call in plan.calls if call.activation_offload]
+    if offloading and device_type != "cuda":
+        raise PlanError(
+            f"calls.{offloading[0]}: activation_offload moves activations from a CUDA device to host memory, and the "
+            f"ranks are on {device_type}; leave it out, or set gradient_checkpointing"
+        )
+
+
 def describe_with_adapters(
     roles: Iterable[Any], tp_plans: Mapping[str, Mapping[str, str]], *, max_tp: int
 ) -> dict[str, RoleMemory] | None:
