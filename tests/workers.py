@@ -52,6 +52,7 @@ PRELOADED = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
     "transformers.tokenization_utils_fast",
+    "datasets",
     "peft",
     "lightning_realloc.cli",
     "tests.models",

@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from benchmarks.ranks import answers_of_ranks
+from tests.workers import PRELOADED
 
 LIMIT_S = 60.0
 
@@ -44,7 +45,7 @@ def test_a_rank_that_fails_ends_the_others() -> None:
     begin = time.monotonic()
     received = []
     with pytest.raises(RuntimeError, match=r"ranks \[.*1\] of 2 ended with an error"):
-        for answer in answers_of_ranks(fail_alone, world_size=2):
+        for answer in answers_of_ranks(fail_alone, world_size=2, preload=PRELOADED):
             received.append(answer)
     assert 1 in received
     assert time.monotonic() - begin < LIMIT_S
