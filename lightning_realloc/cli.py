@@ -96,6 +96,11 @@ class Parser(LightningArgumentParser):
         """Return the help without lists of known subclasses that fill pages."""
         return re.sub(r",\s+known\s+subclasses:[^()]{2000,}\)", ")", super().format_help(*args, **options))
 
+    def dump(self, *args: Any, **options: Any) -> str:
+        """Return a configuration as text, without the check that parsing has made: it takes half a second."""
+        text: str = super().dump(*args, **{"skip_validation": True} | options)
+        return text
+
     def print_usage(self, file: Any = None) -> None:
         """Print nothing; only errors call it."""
 
