@@ -15,6 +15,7 @@ import pytest
 from examples.agents import Settings, chat_tokenizer
 from lightning_realloc.environments import ToolEnvironment
 from lightning_realloc.environments.turns.turn_parser import TurnParser
+from tests.matrices import matrix
 from tests.workers import WorkerPool
 
 NAMES = ("08_calculator_tool", "09_guessing", "10_self_play")
@@ -117,18 +118,13 @@ def run(name: str, settings: Settings) -> tuple[Mapping[str, float], Mapping[str
     return scores
 
 
-def run_all(folder: str) -> list[tuple[Mapping[str, float], Mapping[str, float]]]:
-    """Run all examples with few demonstrations and two iterations."""
-    few = Settings(folder=Path(folder), num_demonstrations=64, warm_up_epochs=1, num_iterations=2)
-    return [run(name, few) for name in NAMES]
-
-
-def test_all_examples_run(workers: WorkerPool, tmp_path: Path) -> None:
-    (scores,) = workers.run(run_all, str(tmp_path), world_size=1, init_process_group=False, deadline_s=170.0)
-    for module, (before, after) in zip((calculator, guessing, self_play), scores, strict=True):
-        assert set(module.LABELS) <= before.keys() & after.keys()
-        assert after["val/stopped/failure"] == 0.0
-    for before, after in scores[1:]:  # every turn is rewarded, so two iterations change the game
+@pytest.mark.parametrize("name", matrix(NAMES, "09_guessing"))
+def test_an_example_runs(workers: WorkerPool, tmp_path: Path, name: str) -> None:
+    few = Settings(folder=tmp_path, num_demonstrations=64, warm_up_epochs=1, num_iterations=1)
+    ((before, after),) = workers.run(run, name, few, world_size=1, init_process_group=False, deadline_s=100.0)
+    assert set(importlib.import_module(f"examples.{name}").LABELS) <= before.keys() & after.keys()
+    assert after["val/stopped/failure"] == 0.0
+    if name != "08_calculator_tool":  # every turn is rewarded, so an iteration changes the game
         assert before["val/reward"] != after["val/reward"]
 
 

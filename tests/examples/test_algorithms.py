@@ -1,4 +1,4 @@
-"""Every configuration of a policy algorithm in examples, for one or two steps on two ranks."""
+"""Every configuration of a policy algorithm in examples, for one or two steps on one rank or on two."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def fit(folder: str, configs: Sequence[str]) -> None:
     for config in configs:
         os.environ.update(environment)  # Lightning clears it after a run
         few = ["--data.batch_size", "2", "--trainer.max_epochs", "1", "--trainer.enable_progress_bar", "false"]
+        few += ["--trainer.devices", os.environ["WORLD_SIZE"]]
         text = Path(config).read_text()
         few += ["--model.reward", REWARD] if "reward:" in text else []
         few += ["--model.min_reward", "null"] if "min_reward:" in text else []
@@ -54,7 +55,8 @@ def trained(workers: WorkerPool, tmp_path_factory: pytest.TempPathFactory, reque
     LlamaForCausalLM(sorting.tiny_llama()).save_pretrained(folder / "runs/demo/random")
     sorting.byte_tokenizer().save_pretrained(folder / "runs/demo/random")
     configs = [str(config) for config in selected(request, "config")]
-    workers.run(fit, str(folder), configs, world_size=2, init_process_group=False, deadline_s=170.0)
+    world_size = 1 if configs == [str(config) for config in BOUNDARIES] else 2  # plans of some others have two ranks
+    workers.run(fit, str(folder), configs, world_size=world_size, init_process_group=False, deadline_s=170.0)
     return folder
 
 

@@ -50,6 +50,7 @@ def run_script() -> tuple[int, dict[str, float]]:
     return trainer.global_step, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
+@pytest.mark.exhaustive
 def test_the_script_runs_on_two_ranks(workers: WorkerPool) -> None:
     everyone = workers.run(run_script, world_size=2, init_process_group=False, deadline_s=120.0)
     assert [steps for steps, _ in everyone] == [3, 3]

@@ -6,6 +6,8 @@ import importlib
 import math
 from typing import Any
 
+import pytest
+
 from tests.workers import WorkerPool
 
 EXAMPLE = "examples.06_custom_dataflow"
@@ -17,6 +19,7 @@ def _run() -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
+@pytest.mark.exhaustive
 def test_two_reward_models_score_and_the_reference_follows_the_actor(workers: WorkerPool) -> None:
     everyone = workers.run(_run, world_size=4, init_process_group=False, deadline_s=90.0)
     assert everyone == [everyone[0]] * 4

@@ -29,6 +29,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_small_run_writes_metrics_checkpoint_and_model(tmp_path: Path) -> None:
     (tmp_path / "small.py").write_text(SMALL_RUN)

@@ -102,6 +102,7 @@ def run_on_tiny_model(model: Path, folder: str) -> Mapping[str, float]:
         return accuracies(folder, few)
 
 
+@pytest.mark.exhaustive
 def test_every_stage_runs(workers: WorkerPool, tmp_path: Path) -> None:
     given = (write_model(tmp_path / "model"), str(tmp_path))
     (found,) = workers.run(run_on_tiny_model, *given, world_size=1, init_process_group=False, deadline_s=120.0)

@@ -68,6 +68,7 @@ def fit_from_yaml(folder: str) -> None:
     cli.run(sys.argv[1:])
 
 
+@pytest.mark.exhaustive
 def test_the_configuration_trains_logs_and_writes_the_actor(workers: WorkerPool, tmp_path: Path) -> None:
     write_demo_files(tmp_path)
     workers.run(fit_from_yaml, str(tmp_path), init_process_group=False, deadline_s=120.0)

@@ -67,6 +67,7 @@ def test_the_demo_trains_all_weights_and_adapters(workers: WorkerPool, tmp_path:
     assert (tmp_path / "LoRA/adapter_model.safetensors").exists()
 
 
+@pytest.mark.exhaustive
 def test_the_demo_generates_with_vllm(workers: WorkerPool, tmp_path: Path) -> None:
     given = (str(tmp_path), stand_in(tmp_path), "--engine", "vllm", "--only", "all weights")
     (calls,) = workers.run(run_demo, *given, world_size=1, init_process_group=False, deadline_s=120.0)

@@ -25,6 +25,7 @@ def fit_from_yaml(folder: str) -> None:
     cli.run(sys.argv[1:])
 
 
+@pytest.mark.exhaustive
 def test_every_reward_is_logged_and_they_add_up(workers: WorkerPool, tmp_path: Path) -> None:
     write_demo_files(tmp_path)
     workers.run(fit_from_yaml, str(tmp_path), world_size=2, init_process_group=False, deadline_s=120.0)
