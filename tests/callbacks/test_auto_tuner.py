@@ -152,14 +152,12 @@ class Results:
     written: str
     """File with its plan; empty if it kept the plan that it began with."""
     untuned: Kept
-    after_a_trial: Kept
-    """Continued from the tuned run's first trial."""
     committed: Kept
     """Continued from the end of the tuned run, for two iterations."""
 
 
 def all_runs(folder: str) -> Results:
-    """Train with a tuner and without one, and resume the tuned run from a trial and from its end.
+    """Train with a tuner and without one, and resume the tuned run from its end.
 
     A run of 1,000 iterations has time to measure passes.
     """
@@ -169,15 +167,25 @@ def all_runs(folder: str) -> Results:
     written = file.read_text() if file.exists() else ""
     done = len(tuned.outcome.steps)
     untuned = train(None, "heuristic", done)
-    resumed = train(Watching(**FEW), START, ITERATIONS, load="trial.ckpt", ends=True)
     committed = train(Watching(**FEW), START, done + 2, load="tuned.ckpt")
-    return Results(tuned, written, untuned, resumed, committed)
+    return Results(tuned, written, untuned, committed)
+
+
+def continue_a_trial(folder: str) -> Kept:
+    """Continue the tuned run from its first trial, until a plan is committed."""
+    os.chdir(folder)
+    return train(Watching(**FEW), START, ITERATIONS, load="trial.ckpt", ends=True)
 
 
 @pytest.fixture(scope="module")
-def everyone(workers: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the folder of all runs."""
+    return str(tmp_path_factory.mktemp("tuned"))
+
+
+@pytest.fixture(scope="module")
+def everyone(workers: WorkerPool, folder: str) -> list[Results]:
     """Return the results of every rank."""
-    folder = str(tmp_path_factory.mktemp("tuned"))
     return workers.run(all_runs, folder, world_size=WORLD_SIZE, init_process_group=False, deadline_s=170.0)
 
 
@@ -206,20 +214,30 @@ def test_a_tuned_run_gives_the_same_results_as_an_untuned_one(everyone: list[Res
         assert written.startswith("# RecordedGRPO on 2 x cpu: ")
 
 
+def test_a_resumed_run_keeps_its_committed_plan(everyone: list[Results]) -> None:
+    # It is installed before the first iteration, and watched from there on.
+    tuned, committed = everyone[0].tuned, everyone[0].committed
+    assert committed.plans == [tuned.digest] * 2 and committed.phase == "watch"
+
+
 @pytest.mark.slow
-def test_a_resumed_run_keeps_its_committed_plan_or_continues_tuning(everyone: list[Results]) -> None:
-    found, resumed = everyone[0], everyone[0].after_a_trial
-    assert found.tuned.first_trial is not None
-    interrupted, num_done = found.tuned.first_trial
+@pytest.mark.exhaustive  # tests/tuning/test_tuner.py interrupts trials of a simulated run
+def test_a_run_that_was_interrupted_in_a_trial_continues_tuning(
+    workers: WorkerPool, folder: str, everyone: list[Results]
+) -> None:
+    tuned = everyone[0].tuned
+    assert tuned.first_trial is not None
+    interrupted, num_done = tuned.first_trial
     assert interrupted != ExecutionPlan.from_mapping(START).digest
-    # Interrupted in a trial: that plan does not run again, the others do, and one is committed.
+    resumed = workers.run(continue_a_trial, folder, world_size=WORLD_SIZE, init_process_group=False, deadline_s=120.0)[
+        0
+    ]
+    # That plan does not run again, the others do, and one is committed.
     assert interrupted not in resumed.plans
     assert resumed.tunings == 1 and resumed.digest == resumed.best
-    straight = found.tuned.outcome.tokens[num_done:]
+    straight = tuned.outcome.tokens[num_done:]
     num_both = min(len(straight), len(resumed.outcome.tokens))  # each run ends once its plan is committed
     assert num_both > 0 and straight[:num_both] == resumed.outcome.tokens[:num_both]
-    # Committed: installed before the first iteration, and watched from there on.
-    assert found.committed.plans == [found.tuned.digest] * 2 and found.committed.phase == "watch"
 
 
 def too_short(folder: str) -> tuple[list[str], int, Any, list[str]]:

@@ -103,6 +103,7 @@ LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": "all-lin
 HELD: dict[str, tuple[Any, dict[str, Any]]] = {
     "offloaded": (calls(actor_train="fsdp2") | {"offload": ["actor.optimizer"]}, {}),
     "adapters, offloaded": (calls(actor_train="fsdp2") | {"offload": ["actor.optimizer"]}, {"peft_config": LORA}),
+    "adapters, offloaded, alone": (calls(actor_train="dp1") | {"offload": ["actor.optimizer"]}, {"peft_config": LORA}),
     "moved": (calls(actor_train="tp2"), {}),
 }
 EVALUATIONS = ("validate", "test", "predict")
@@ -134,11 +135,12 @@ def evaluate(name: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", matrix(HELD, "adapters, offloaded"))
+@pytest.mark.parametrize("name", matrix(HELD, "adapters, offloaded, alone"))
 def test_averages_are_evaluated_after_training_and_from_checkpoints(
     workers: WorkerPool, tmp_path: Path, name: str
 ) -> None:
-    found = workers.run(evaluate, name, tmp_path, world_size=2, init_process_group=False, deadline_s=120.0)[0]
+    world_size = 1 if "alone" in name else 2
+    found = workers.run(evaluate, name, tmp_path, world_size=world_size, init_process_group=False, deadline_s=120.0)[0]
     expected, *later = found["trained"]
     for now in later:
         expected = {key: torch.lerp(expected[key], now[key], 1 - DECAY) for key in now}

@@ -146,13 +146,13 @@ def output(stream: io.StringIO) -> Iterator[io.StringIO]:
 def fit(stream: io.StringIO, world_size: int, *bars: Callback, fails: bool = False, **options: Any) -> dict[str, Any]:
     """Return what a run of two iterations drew, and the state that it left."""
     watcher = Watcher(fails)
-    module = runs.grpo(reward=slow_reward, sampling=SamplingParams(n=4, max_new_tokens=24, ignore_eos=True))
+    module = runs.grpo(reward=slow_reward, sampling=SamplingParams(n=4, max_new_tokens=12, ignore_eos=True))
     with output(stream), suppress(KeyError):
         trainer = runs.trainer(
             "realloc", world_size, max_steps=2, callbacks=[*bars, watcher, CallProgress(0.01)],
             **{"enable_progress_bar": True, **options},
         )  # fmt: skip
-        trainer.fit(module, Batches(2), Batches(1, size=2))
+        trainer.fit(module, Batches(2, size=3 * world_size), Batches(1, size=2))
     bar: Any = trainer.progress_bar_callback
     drawn = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
     return {
@@ -164,18 +164,26 @@ def fit(stream: io.StringIO, world_size: int, *bars: Callback, fails: bool = Fal
     }
 
 
-def displays() -> Mapping[str, dict[str, Any]]:
-    """Return the results of runs with several bars."""
+def rich_bar() -> RichProgressBar:
+    """Return a bar that is drawn wherever its output goes."""
+    return RichProgressBar(console_kwargs={"force_terminal": True, "width": 200})
+
+
+def displays_of_failures() -> Mapping[str, dict[str, Any]]:
+    """Return the results of runs that fail, and of runs without a bar."""
     size = runs.world_size()
-    rich = {"console_kwargs": {"force_terminal": True, "width": 200}}
-    found = {
-        "tqdm": fit(Terminal(), size, TQDMProgressBar()),
+    return {
         "own": fit(Terminal(), size, OwnBar(), fails=True),
-        "rich": fit(Terminal(), size, RichProgressBar(**rich)),  # type: ignore[arg-type]
-        "failing rich": fit(Terminal(), size, RichProgressBar(**rich), fails=True),  # type: ignore[arg-type]
+        "failing rich": fit(Terminal(), size, rich_bar(), fails=True),
         "file": fit(io.StringIO(), size),
         "off": fit(Terminal(), size, enable_progress_bar=False),
     }
+
+
+def displays() -> Mapping[str, dict[str, Any]]:
+    """Return the results of runs with both bars of Lightning."""
+    size = runs.world_size()
+    found = {"tqdm": fit(Terminal(), size, TQDMProgressBar()), "rich": fit(Terminal(), size, rich_bar())}
     with output(Terminal()) as stream:
         trainer = runs.trainer("realloc", size, enable_progress_bar=True, callbacks=[CallProgress(0.01)])
         trainer.validate(runs.grpo(reward=slow_reward), Batches(2), verbose=False)
@@ -184,7 +192,9 @@ def displays() -> Mapping[str, dict[str, Any]]:
 
 
 def test_bars_show_the_calls_on_rank_0_and_are_left_as_they_were(workers: WorkerPool) -> None:
-    first, second = workers.run(displays, world_size=2, init_process_group=False)
+    both, second = workers.run(displays, world_size=2, init_process_group=False)
+    (alone,) = workers.run(displays_of_failures, world_size=1, init_process_group=False)
+    first = {**both, **alone}
     assert not any(one["ran"] or any(".generate" in line for line in one["drawn"]) for one in second.values())
     assert not any(one["runs"] for one in [*first.values(), *second.values()])
     for name in ("tqdm", "own", "rich", "failing rich"):
