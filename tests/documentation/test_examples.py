@@ -47,8 +47,9 @@ OPTIONAL = {"quantization_config=": "bitsandbytes", "MLFlowLogger(": "mlflow", "
 
 
 SLOW = (
-    "docs/algorithms.md", "docs/coming-from-openrlhf.md", "docs/lora.md", "docs/metrics.md",
-    "docs/online-algorithms.md", "docs/policy-loss.md", "docs/preferences.md",
+    "docs/algorithms.md", "docs/coming-from-openrlhf.md", "docs/coming-from-trl.md", "docs/expert-routing.md",
+    "docs/lora.md", "docs/metrics.md", "docs/online-algorithms.md", "docs/partners.md", "docs/policy-loss.md",
+    "docs/preferences.md",
 )  # fmt: skip
 """Pages whose examples run for a second or more, on settings and methods that tests of their own guard."""
 
@@ -79,7 +80,7 @@ def prelude() -> dict[str, Any]:
 
     return {
         "model": GRPO("Qwen/Qwen3-0.6B", right_answer),
-        "data": PromptDataModule("train.jsonl", batch_size=16),
+        "data": PromptDataModule("train.jsonl", batch_size=4),
         "right_answer": right_answer,
         "rows": CHATS,
         "held_out": CHATS[:8],
@@ -130,7 +131,7 @@ def test_python_of_a_page_runs_from_top_to_bottom(workers: WorkerPool, folder: s
 def configuration(part: dict[str, Any]) -> dict[str, Any]:
     """Return a complete configuration of ``fit`` from the part on a page."""
     model = {"class_path": "GRPO", "init_args": {"actor": "Qwen/Qwen3-0.6B", "reward": "train:right_answer"}}
-    data = {"class_path": "PromptDataModule", "init_args": {"data": "train.jsonl", "batch_size": 16}}
+    data = {"class_path": "PromptDataModule", "init_args": {"data": "train.jsonl", "batch_size": 4}}
     whole: dict[str, Any] = {"trainer": {}, "model": model, "data": data}
     for name, value in part.items():
         if name in whole:
