@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from benchmarks.everything import OFF, ON, QUICK, Readings, Run, compare, fill, merge, run_arm
 from benchmarks.harness import BenchmarkReport
 from benchmarks.speculative_models import RECIPES, train
@@ -53,6 +55,7 @@ def run_tiny() -> tuple[Run, Run]:
     return run_arm(OFF, model, TINY), run_arm(ON, model, TINY)
 
 
+@pytest.mark.exhaustive  # of a benchmark alone
 def test_a_tiny_run_is_the_same_in_both_arms_and_changes_the_weights(workers: WorkerPool) -> None:
     (off, on), _ = workers.run(run_tiny, world_size=2, deadline_s=120.0)
     assert compare(on, off) is None

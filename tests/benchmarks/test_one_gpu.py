@@ -23,6 +23,7 @@ from benchmarks.llamas import Shape, build_llama
 from benchmarks.one_gpu import LIMIT_S, PARTS, Part, run_parts, unpack_wheels
 from benchmarks.one_gpu_decode import call_bytes, step_bytes
 from benchmarks.one_gpu_setting import GPU, TINY, Recorder, Result, Scale, Setting
+from tests.matrices import matrix
 
 SHAPE = TINY.shapes["8b"]
 SMALL = replace(TINY, shapes={"1b": TINY.shapes["1b"]}, batches=(2,), repeats=2, copied_bytes=1 << 20)
@@ -69,7 +70,10 @@ def test_bytes_of_a_step_and_of_a_whole_call_are_summed_over_tokens() -> None:
     assert call_bytes(SHAPE, Workload(((7, 8),), (3,)), 3, scale) == 3 * weights + (3 + 4 + 5) * position
 
 
-@pytest.mark.parametrize("part", ["decode", "decode_compiled", "prefill", "switch", "generate", "grpo"])
+PART_NAMES = ("decode", "decode_compiled", "prefill", "switch", "generate", "grpo")
+
+
+@pytest.mark.parametrize("part", matrix(PART_NAMES, "decode", "prefill", "switch"))
 def test_a_part_measures_all_of_its_cases(part: str, tmp_path: Path) -> None:
     rows = rows_of(measure(part, Setting(SMALL, "cpu", tmp_path)))
     assert tuple(row["case"] for row in rows) == PARTS[part].cases(SMALL)
@@ -78,6 +82,7 @@ def test_a_part_measures_all_of_its_cases(part: str, tmp_path: Path) -> None:
         assert all(value >= 0 for name, value in row.items() if name.endswith(("_s", "seconds", "share", "mfu")))
 
 
+@pytest.mark.exhaustive  # of a benchmark alone
 def test_steps_of_ours_and_trl_are_divided_into_calls_and_compared(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     setting = Setting(SMALL, "cpu", tmp_path)
@@ -102,6 +107,7 @@ def test_trl_that_is_absent_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert row["not_measured"] == "trl not installed; see --wheels"
 
 
+@pytest.mark.exhaustive  # of a benchmark alone
 def test_every_call_of_ppo_has_its_seconds_and_its_predicted_peak(tmp_path: Path) -> None:
     rows = rows_of(measure("ppo", Setting(SMALL, "cpu", tmp_path)))
     assert tuple(row["case"] for row in rows) == PARTS["ppo"].cases(SMALL)

@@ -31,6 +31,7 @@ def tiny_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(speculative.RECIPES, "draft", replace(RECIPES["draft"], steps=3))
 
 
+@pytest.mark.exhaustive  # of a benchmark alone
 def test_every_drafter_and_arm_has_a_row_and_the_tokens_of_no_speculation(tiny_recipes: None) -> None:
     report = BenchmarkReport("speculative")
     cells = run(SETTINGS, report)

@@ -71,7 +71,7 @@ ORDERS = st.fixed_dictionaries(
 SHARDS = st.lists(st.integers(0, 9), min_size=1, max_size=2 * MAX_PARTS).filter(lambda sizes: sum(sizes) >= 8)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(SHARDS, ORDERS, st.integers(0, 12), st.booleans())
 def test_a_stream_of_shards_holds_every_row_once_and_resumes(
     shards: list[int], order: dict[str, Any], stop: int, reads_ahead: bool

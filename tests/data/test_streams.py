@@ -77,7 +77,7 @@ ORDERS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.integers(14, 40), ORDERS, st.integers(0, 16), st.integers(1, 8))
 def test_a_resumed_stream_continues_after_the_last_batch(
     num_rows: int, order: dict[str, Any], stop: int, epoch_batches: int
@@ -101,7 +101,7 @@ def test_a_resumed_stream_continues_after_the_last_batch(
     assert drawn(islice(epochs, NUM_DRAWN - stop)) == whole[stop:]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(14, 40), ORDERS)
 def test_an_epoch_holds_every_row_once_and_ids_are_unique(num_rows: int, order: dict[str, Any]) -> None:
     size, group, dropped = order["batch_size"], order["group_size"], order["dropped"]

@@ -44,10 +44,10 @@ PUBLISHED = {
 
 LIKE_OTHERS = (
     "meta-llama/Llama-2-7b-hf", "meta-llama/Llama-2-13b-hf", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B",
-    "mistralai/Mixtral-8x22B-v0.1", "Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-72B", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-32B",
-    "HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB/SmolLM2-1.7B",
+    "mistralai/Mixtral-8x7B-v0.1", "mistralai/Mixtral-8x22B-v0.1", "Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-72B",
+    "Qwen/Qwen3-0.6B", "Qwen/Qwen3-32B", "HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB/SmolLM2-1.7B",
 )  # fmt: skip
-"""Models of a family and a way of tying of which another one is smaller."""
+"""Models of a family and a way of tying that another one, or a test of small shapes, has as well."""
 
 
 @pytest.mark.parametrize("name", matrix(PUBLISHED, *(name for name in PUBLISHED if name not in LIKE_OTHERS)))

@@ -24,17 +24,22 @@ from tests.environments.turns.chat_families import (
     stop_ids,
     tokenizer_of,
 )
+from tests.matrices import matrix
 
 USER: Message = {"role": "user", "content": "."}
-TEMPLATES = pytest.mark.parametrize("name", WITH_TOOLS)
-# Templates for training render turns as the original ones do: some conversations suffice.
+# Templates for training render turns as the original ones do: some conversations suffice, in `make test-all`.
+ORIGINALS = tuple(name for name in ALL_TEMPLATES if not name.endswith("_training"))
+TEMPLATES = pytest.mark.parametrize("name", matrix(WITH_TOOLS, *(name for name in WITH_TOOLS if name in ORIGINALS)))
 CONVERSATIONS = pytest.mark.parametrize(
     ("name", "seeds"),
-    [pytest.param(name, range(3), id=name) for name in WITH_TOOLS]
+    [
+        pytest.param(name, range(3), id=name, marks=[] if name in ORIGINALS else pytest.mark.exhaustive)
+        for name in WITH_TOOLS
+    ]
     + [
         pytest.param(name, range(3, 203), id=f"{name}, many", marks=pytest.mark.exhaustive)
         for name in WITH_TOOLS
-        if not name.endswith("_training")
+        if name in ORIGINALS
     ],
 )
 
@@ -218,7 +223,7 @@ def test_a_turn_that_was_cut_off_gets_its_end_before_the_answer(name: str) -> No
         assert turns.answer_ids([], message, answer, tools_of(name)) == [end, *ended]
 
 
-@pytest.mark.parametrize("name", ALL_TEMPLATES)
+@pytest.mark.parametrize("name", matrix(ALL_TEMPLATES, *ORIGINALS))
 def test_check_accepts_the_templates_that_render_tools_and_their_answers(name: str) -> None:
     if name in WITH_TOOLS:
         turns = turns_of(name)
