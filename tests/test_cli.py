@@ -23,7 +23,7 @@ from lightning_realloc import cli
 from lightning_realloc.commands.file_forms import file_form
 from lightning_realloc.commands.parsing import load_yaml
 from tests.command_lines import run_lines as _run
-from tests.matrices import few_and_more, matrix
+from tests.matrices import few_and_more
 from tests.models import byte_tokenizer, tiny_model, tiny_scorer
 from tests.scripts import Script
 from tests.workers import WorkerPool
@@ -347,7 +347,8 @@ ROWS: dict[str, tuple[str, list[dict[str, str]]]] = {
 }
 
 
-@pytest.mark.parametrize("algorithm", matrix(ROWS, "DPO"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("algorithm", ROWS)
 def test_dpo_and_sft_fit_validate_test_and_predict(workers: WorkerPool, folder: Path, algorithm: str) -> None:
     module, rows = ROWS[algorithm]
     (folder / f"{algorithm}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -498,7 +499,6 @@ MISTAKES = [
     ("--trainer.strategy.plan", '{"calls": {"actor.train": {"layout": "tp2", "mode": 1}}}', "has no option 'mode'"),
     ("--trainer.strategy.plan", "nowhere.yaml", "error: plan file nowhere.yaml"),
     ("--trainer.strategy.plann", "static", "ReallocStrategy has no setting plann; did you mean plan=?"),
-    ("--model.speculation", '{"draftr": "ngram"}', "; Speculation has no setting draftr; did you mean drafter=?\n"),
     ("--trainer.callbacks+", '{"class_path": "tests.test_cli.make_callback", "init_args": {"evry": 1}}', "'evry'"),
     ("--model.learning_rate", "fast", 'Parser key "learning_rate"'),
     ("--model.partners", "x", "partners='x' must map names to models; write {other: actor} for self-play, or "),
@@ -518,7 +518,6 @@ MISTAKES = [
         "dapo",
         "; dapo is here policy_loss=Clip(high=0.28) with loss_average='token'; as a flag: ",
     ),
-    ("--model.optimizer", "{lr: 0.1}", "; name the class by class_path (AdamW, "),
     ("--trainer.callbacks+", "{dirpath: x}", "as in {class_path: ModelCheckpoint, init_args: {dirpath: ...}}\n"),
     ("--config", "earlier.yaml", "; in YAML: generation: {sample_reallocation: ...}\n"),
     (
@@ -526,26 +525,28 @@ MISTAKES = [
         "{loss_average: token}",
         "loss_average is a setting of GRPO or PPO or RLOO; write it under the init",
     ),
-    ("--model.generation.engine", "hf", "GenerationOptions has no setting engine; here it is a setting of the algor"),
-    ("--data.batch_size", "two", "Expected a <class 'int'>. Got value: two\n"),
     ("--model.sampling.max_tokens", "7", "SamplingParams has no setting max_tokens; here it is max_new_tokens="),
     ("--model.sampling.top_p", "7", "error: top_p=7.0 must lie in (0, 1]"),
-    ("--model.reward", "rewards.nothing", "error: reward function 'rewards.nothing' cannot be imported"),
-    ("--model.actor", "nowhere", "error: no tokenizer could be loaded from 'nowhere' (there is no folder 'nowhere'"),
     ("--data.data", "nowhere.jsonl", "error: no file at 'nowhere.jsonl'"),
     ("--trainer.precision", "16-true", "error: precision='16-true' cannot be used with strategy='realloc'"),
     ("--trainer.devices", "-1", "error: trainer: `devices` selected with `CPUAccelerator` should be an int > 0"),
     ("--trainer.strategy.plan", "heuristics", "error: plan='heuristics' is neither 'heuristic' nor 'static'"),
     ("--model", "GRPOO", "there is no class GRPOO: did you mean GRPO"),
-    ("--model", "lightning_realloc.rewards.pooled.PooledReward", "did you mean lightning_realloc.rewards.PooledReward"),
-    ("--model.reward", OLD_PENALTY, "OverlongPenalty has no setting max_tokens; did you mean max_length=?"),
     ("--data", "no_such_package.Rows", "write package.module.Class of one that can be imported"),
     ("--ckpt_path", "model", "it is a Hugging Face model: give it as a model's path"),
     ("--config", "nowhere.yaml", 'Parser key "config"'),
     ("--config", "wrong_steps.yaml", "option 'trainer.max_stepz'; did you mean trainer.max_steps"),
-    ("--config", "wrong_plan.yaml", "plan is a setting of ReallocStrategy; write it under"),
 ]
 MORE_MISTAKES = [
+    ("--model.speculation", '{"draftr": "ngram"}', "; Speculation has no setting draftr; did you mean drafter=?\n"),
+    ("--model.optimizer", "{lr: 0.1}", "; name the class by class_path (AdamW, "),
+    ("--model.generation.engine", "hf", "GenerationOptions has no setting engine; here it is a setting of the algor"),
+    ("--data.batch_size", "two", "Expected a <class 'int'>. Got value: two\n"),
+    ("--model.reward", "rewards.nothing", "error: reward function 'rewards.nothing' cannot be imported"),
+    ("--model.actor", "nowhere", "error: no tokenizer could be loaded from 'nowhere' (there is no folder 'nowhere'"),
+    ("--model", "lightning_realloc.rewards.pooled.PooledReward", "did you mean lightning_realloc.rewards.PooledReward"),
+    ("--model.reward", OLD_PENALTY, "OverlongPenalty has no setting max_tokens; did you mean max_length=?"),
+    ("--config", "wrong_plan.yaml", "plan is a setting of ReallocStrategy; write it under"),
     ("--trainer.strategy.plan", '{"calls": {"actor.train": "fsdp1"}}', "error: the plan gives no layout for"),
     ("--model.speculation", '{"method": "ngram"}', "Speculation has no setting method; here it is drafter="),
     ("--model.partners", "{a: 3}", "partners=\"{'a': 3}\" must map names to models; write {other: actor}"),
@@ -590,7 +591,7 @@ MORE_MISTAKES = [
     ("--trainer.callbacks", "lightning_realloc.SampleTable", "did you mean RolloutTable"),
     ("--trainer.strategy.start_method", "spawn", "here it is launcher="),
 ]
-"""Mistakes that are found where those above are."""
+"""Mistakes that are found where those above are, or where those of `tests/commands/test_one_line_runs.py` are."""
 
 
 @few_and_more(MISTAKES, MORE_MISTAKES)
