@@ -34,6 +34,26 @@ def record(folder: str, options: dict[str, Any], algorithm: str = "grpo", *, ite
     return seconds
 
 
+def record_with_a_skewed_clock(folder: str, options: dict[str, Any], algorithm: str) -> dict[str, float]:
+    """Record a run, whose second rank has a clock that is an hour ahead; return this rank's seconds of calls."""
+    right = time.time
+    if int(os.environ["RANK"]) == 1:
+        time.time = lambda: right() + 3600.0
+    try:
+        return record(folder, options, algorithm)
+    finally:
+        time.time = right
+
+
+def check_one_clock(session: Session, began: float) -> None:
+    """Check that hosts with different clocks have one time in the record of four iterations."""
+    assert began <= session.started.unix_s < began + 120.0
+    assert all([one.step for one in iterations] == [1, 2, 3, 4] for iterations in session.ranks.values())
+    for iterations in session.ranks.values():
+        for ours, theirs in zip(session.ranks[0], iterations, strict=True):
+            assert ours.end == pytest.approx(theirs.end, abs=1.0), "all count seconds from the same moment"
+
+
 def check_times(session: Session, seconds: dict[int, dict[str, float]]) -> None:
     """Check that pieces have no gaps, and that calls with their moves take what the runner measured without waiting."""
     for rank, iterations in session.ranks.items():
@@ -63,9 +83,13 @@ def check_times(session: Session, seconds: dict[int, dict[str, float]]) -> None:
 def test_the_record_has_what_every_rank_did(
     workers: WorkerPool, tmp_path: Path, world_size: int, options: dict[str, Any], algorithm: str
 ) -> None:
-    seconds = workers.run(record, str(tmp_path), options, algorithm, world_size=world_size, init_process_group=False)
+    began = time.time()
+    seconds = workers.run(
+        record_with_a_skewed_clock, str(tmp_path), options, algorithm, world_size=world_size, init_process_group=False
+    )
     session = read_run(tmp_path).last
     assert sorted(session.ranks) == list(range(world_size))
+    check_one_clock(session, began)
     check_times(session, dict(enumerate(seconds)))
     assert [row.step for row in session.metrics] == [1, 2, 3, 4]
     assert all("reward" in row.values and "actor/loss" in row.values for row in session.metrics)
@@ -103,29 +127,6 @@ def test_a_later_fit_continues_the_record(tmp_path: Path) -> None:
     assert second.started.step == 2 and second.started.max_steps == 5
     (validated,) = (event for event in (*first.events, *second.events) if isinstance(event, Validated))
     assert validated.step == 2 and validated.seconds > 0
-
-
-def record_with_a_skewed_clock(folder: str) -> None:
-    """Record a run on two ranks, the second of which has a clock that is an hour ahead."""
-    right = time.time
-    if int(os.environ["RANK"]) == 1:
-        time.time = lambda: right() + 3600.0
-    try:
-        record(folder, {"plan": APART})
-    finally:
-        time.time = right
-
-
-def test_hosts_with_different_clocks_have_one_time_in_the_record(workers: WorkerPool, tmp_path: Path) -> None:
-    began = time.time()
-    workers.run(record_with_a_skewed_clock, str(tmp_path), world_size=2, init_process_group=False)
-    session = read_run(tmp_path).last
-    assert began <= session.started.unix_s < began + 120.0
-    assert {rank: [one.step for one in iterations] for rank, iterations in session.ranks.items()} == {
-        0: [1, 2, 3, 4], 1: [1, 2, 3, 4],
-    }  # fmt: skip
-    for ours, theirs in zip(session.ranks[0], session.ranks[1], strict=True):
-        assert ours.end == pytest.approx(theirs.end, abs=1.0), "both count seconds from the same moment"
 
 
 def test_an_error_that_ends_the_run_is_recorded(tmp_path: Path) -> None:
