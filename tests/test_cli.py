@@ -314,6 +314,7 @@ def test_train_evaluate_predict_and_export(workers: WorkerPool, folder: Path) ->
     assert (folder / "config.yaml").is_file()  # the configuration of the run
 
 
+@pytest.mark.exhaustive
 def test_a_run_lives_in_an_object_store(workers: WorkerPool, folder: Path) -> None:
     config = copy.deepcopy(CONFIG)
     config["trainer"]["callbacks"][0]["init_args"]["dirpath"] = "memory://cli/x"

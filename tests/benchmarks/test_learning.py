@@ -85,6 +85,7 @@ def train_both(folder: str) -> tuple[Curve, Curve, float]:
     return run("realloc", "grpo", QUICK, folder, 0), run("realloc", "dpo", QUICK, folder, 0), accuracy
 
 
+@pytest.mark.exhaustive  # of a benchmark alone
 def test_our_arm_trains_both_families(workers: WorkerPool, tmp_path: object) -> None:
     ((grpo, dpo, accuracy),) = workers.run(
         train_both, str(tmp_path), world_size=1, init_process_group=False, deadline_s=120.0

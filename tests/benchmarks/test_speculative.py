@@ -44,18 +44,15 @@ def test_every_drafter_and_arm_has_a_row_and_the_tokens_of_no_speculation(tiny_r
     assert len(report.targets) == 2 * len(cells) + 1  # the target of the best drafter exists for batches 1 and 4 only
 
 
-def test_a_cell_is_reported_before_the_next_one_is_measured(tiny_recipes: None) -> None:
+def test_cells_are_reported_one_by_one_and_history_holds_only_the_previous_responses(tiny_recipes: None) -> None:
     report = BenchmarkReport("speculative")
     reported: list[tuple[int, int]] = []
-    run(
+    _, cell = run(
         SETTINGS, report, only=["ngram", "history"],
         after_cell=lambda cell: reported.append((len(report.rows), len(report.targets))),
     )  # fmt: skip
     assert reported == [(3, 2), (6, 4)]  # three arms and two targets a cell
-
-
-def test_the_history_drafter_holds_only_the_previous_responses_and_turns_differ(tiny_recipes: None) -> None:
-    (cell,) = run(SETTINGS, BenchmarkReport("speculative"), only=["history"])
+    assert cell.name.endswith("history")
     kept = cell.arms["2"].drafter._responses  # type: ignore[attr-defined]
     last = {completion.token_ids for completion in cell.arms["2"].turns[-1]}
     assert [len(responses) for responses in kept.values()] == [1, 1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_realloc.recording.pieces import (
@@ -84,6 +84,7 @@ def nested_activities(draw: st.DrawFn, begin: int = 0, end: int = 1000, depth: i
     return found
 
 
+@settings(max_examples=30)
 @given(nested_activities())
 def test_pieces_have_no_gaps_and_add_up_to_the_whole_time(activities: list[Activity]) -> None:
     pieces = divide_into_pieces(activities, 0.0, 1000.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_realloc.recording.iteration_record import IterationRecord, WeightMove
@@ -54,6 +54,7 @@ def assert_same(one: RankTime, other: RankTime) -> None:
             np.testing.assert_array_equal(values, others[key])
 
 
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**32 - 1), num_ranks=st.integers(1, 4))
 def test_arrays_of_a_growing_record_are_those_of_the_whole(seed: int, num_ranks: int) -> None:
     rng = np.random.default_rng(seed)
