@@ -31,8 +31,14 @@ from lightning_realloc.batch.training import Loss, Totals
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError, require_choice
 from lightning_realloc.generation import SamplingParams
-from lightning_realloc.runtime.forward.divergence import TeacherHead, TeacherTokens, vocabulary_divergence
+from lightning_realloc.runtime.forward.divergence import (
+    TeacherHead,
+    TeacherTokens,
+    steps_after_head,
+    vocabulary_divergence,
+)
 from lightning_realloc.runtime.model.recorded_init import weight_values
+from lightning_realloc.runtime.model.structure import transformers_model
 from lightning_realloc.runtime.parallel.packed_forward import (
     own_targets,
     predicting_logits,
@@ -41,8 +47,6 @@ from lightning_realloc.runtime.parallel.packed_forward import (
 )
 
 DistillationDivergence = Literal["sampled", "reverse_kl", "forward_kl", "js"]
-_CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Settings of models whose logits are not only the product of the head."""
 
 
 class OnPolicyDistillation(PolicyModule):
@@ -181,18 +185,12 @@ class OnPolicyDistillation(PolicyModule):
 
 
 def _head_of(teacher: Any) -> TeacherHead:
-    """Return a copy of the head of a model that is not sharded yet.
+    """Return a copy of the head of a model that is not sharded yet, with the steps that follow it.
 
     Raises:
-        ConfigError: for a model whose logits are not only the product of its head.
+        ConfigError: for a model whose logits follow from its head in another way.
     """
-    config = getattr(teacher, "config", None)
-    changed = [name for name in _CHANGES_LOGITS if getattr(config, name, None) not in (None, 1.0)]
-    head = teacher.get_output_embeddings() if hasattr(teacher, "get_output_embeddings") else None
-    if changed or not isinstance(head, nn.Linear):
-        raise ConfigError(
-            f"the logits of teacher {type(teacher).__name__} are not its head's product alone "
-            f"({', '.join(changed) or 'no linear head'}); use divergence='sampled', which asks for log-probabilities"
-        )
+    steps = steps_after_head(teacher)
+    head = transformers_model(teacher).get_output_embeddings()
     with torch.no_grad():
-        return TeacherHead(weight_values(head.weight).clone(), None if head.bias is None else head.bias.clone())
+        return TeacherHead(weight_values(head.weight).clone(), None if head.bias is None else head.bias.clone(), steps)

@@ -16,6 +16,7 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.parallel.packed_forward import predicting_states
 from tests.algorithms.test_grpo import CPU, PROMPTS, RESPONSES, response_logprobs, rollout
 from tests.models import byte_tokenizer, tiny_model
+from tests.runtime.forward.test_tiled_logits import Clamped, tiles
 
 TEMPERATURE = 0.7
 
@@ -55,16 +56,26 @@ def test_a_sampled_tokens_reward_is_the_teachers_log_ratio() -> None:
         assert torch.allclose(ours.grad, theirs.grad, atol=2e-6)
 
 
-@pytest.mark.parametrize("divergence", ["reverse_kl", "forward_kl", "js"])
-def test_divergences_over_the_vocabulary_are_averaged_over_tokens(divergence: Any) -> None:
-    student, again, teacher = tiny_model("llama"), tiny_model("llama"), tiny_model("llama", seed=1)
+@pytest.mark.parametrize(
+    ("divergence", "family", "settings"),
+    [
+        ("reverse_kl", "llama", {}), ("forward_kl", "llama", {}), ("js", "llama", {}),
+        ("reverse_kl", "gemma2", {"final_logit_softcapping": 0.2}), ("js", "gemma2", {"final_logit_softcapping": 0.2}),
+        ("forward_kl", "granite_swa", {"logits_scaling": 0.3}),
+    ],
+)  # fmt: skip
+def test_divergences_over_the_vocabulary_are_averaged_over_tokens(
+    divergence: Any, family: str, settings: dict[str, float]
+) -> None:
+    student, again, teacher = (tiny_model(family, seed=seed, **settings) for seed in (0, 0, 1))
     module = module_of(student, teacher, divergence=divergence, mix=0.25)
     module.configure_model()
     samples = rollout().without_columns("advantages", "ref_logprobs")
     with torch.no_grad():
         states = predicting_states(teacher, pack(samples))
     samples = samples.with_columns(teacher_states=pack(samples).responses(states))
-    found = loss_in_parts(module, student, samples)
+    with tiles():
+        found = loss_in_parts(module, student, samples)
     total = torch.zeros(())
     for prompt, response in zip(PROMPTS, RESPONSES, strict=True):
         logits = [m(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] for m in (again, teacher)]
@@ -114,7 +125,7 @@ def test_invalid_teachers_and_settings_are_refused() -> None:
             module_of(student, student, **settings)
     with pytest.raises(ConfigError, match="teacher has another vocabulary than the actor: 96 tokens"):
         module_of(student, tiny_model("llama", vocab_size=96)).configure_model()
-    capped = tiny_model("llama")
-    capped.config.final_logit_softcapping = 30.0
-    with pytest.raises(ConfigError, match=r"final_logit_softcapping.*use divergence='sampled'"):
-        module_of(student, capped, divergence="js").configure_model()
+    clamped = tiny_model("llama")
+    clamped.__class__ = Clamped
+    with pytest.raises(ConfigError, match=r"Clamped does not compute its logits as .* \(divergence='sampled'\)"):
+        module_of(student, clamped, divergence="js").configure_model()

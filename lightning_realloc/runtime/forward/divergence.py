@@ -6,16 +6,27 @@ hidden states and its head, and are never stored.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from lightning_realloc.runtime.forward.tiled_logits import LogitReader, read_logits
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.runtime.forward.tiled_logits import (
+    DeferredLogits,
+    LogitReader,
+    LogitStep,
+    deferred_head,
+    read_logits,
+    replaced_forward,
+)
 from lightning_realloc.runtime.forward.token_logprobs import gather_shards
 from lightning_realloc.runtime.forward.vocab_parallel_logits import VocabShard
+from lightning_realloc.runtime.model.structure import transformers_model
 
 VocabularyDivergence = Literal["forward_kl", "reverse_kl", "js"]
 
@@ -29,9 +40,11 @@ class TeacherHead:
     Args:
         weight: (V', D), with V' the teacher's vocabulary.
         bias: (V',), or None.
+        steps: Operations that follow the head, such as a soft cap; see `steps_after_head`.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, steps: Sequence[LogitStep] = ()) -> None:
+        self.steps = tuple(steps)
         self._weight = weight.detach().cpu()
         self._bias = None if bias is None else bias.detach().cpu()
         self._cache_key: tuple[object, ...] = ()
@@ -64,7 +77,10 @@ class TeacherTokens:
 
     def logits(self, rows: slice, columns: slice) -> Tensor:
         """Return (n, v) logits of some rows, for some tokens of the vocabulary."""
-        return torch.nn.functional.linear(self.states[rows], *self.head.select(columns, self.states))
+        logits = torch.nn.functional.linear(self.states[rows], *self.head.select(columns, self.states))
+        for step in self.head.steps:
+            logits = step(logits)
+        return logits
 
 
 def vocabulary_divergence(
@@ -187,3 +203,45 @@ def _mixture(student: Tensor, teacher: Tensor, mix: float) -> Tensor:
 def _kl(p: Tensor, q: Tensor) -> Tensor:
     """Return the contribution of some columns to KL(p || q), from rows of log-probabilities; 0 * log 0 is 0."""
     return torch.where(p > -torch.inf, p.exp() * (p - q), 0.0).sum(-1)
+
+
+def steps_after_head(model: nn.Module) -> tuple[LogitStep, ...]:
+    """Return the scales, soft caps and casts between a model's head and its logits, in order.
+
+    The model's own forward runs, with zeros in place of its last hidden states and with no product of its head. So
+    weights are not read, and may be on any device.
+
+    Raises:
+        ConfigError: for a model without a linear head, and for one that follows it by other operations.
+    """
+    hf_model = transformers_model(model)
+    head = hf_model.get_output_embeddings()
+    logits = _logits_of_zeros(hf_model, head) if isinstance(head, nn.Linear) else None
+    if not isinstance(logits, DeferredLogits) or not logits.is_deferred:
+        raise ConfigError(
+            f"{type(hf_model).__name__} does not compute its logits as the product of a linear head, followed by "
+            f"scales, tanh and casts alone; use log-probabilities of sampled tokens (divergence='sampled')"
+        )
+    return logits.steps
+
+
+def _logits_of_zeros(model: Any, head: nn.Linear) -> Any:
+    states = torch.zeros(1, 1, head.in_features)
+    outputs, no_product = _LastStates(last_hidden_state=states), states.new_zeros(1, 1, head.out_features)
+
+    def product(_: Tensor) -> Tensor:
+        return no_product  # of a model with another operation, which is refused
+
+    with (
+        torch.no_grad(),
+        replaced_forward(model.base_model, lambda *args, **kwargs: outputs),
+        deferred_head(head, product, num_columns=head.out_features),
+    ):
+        return model(input_ids=torch.zeros(1, 1, dtype=torch.long)).logits
+
+
+class _LastStates(BaseModelOutputWithPast):
+    """The last hidden states of a model; its further outputs, such as logits of routers, are None."""
+
+    def __getattr__(self, name: str) -> None:
+        return None

@@ -28,6 +28,10 @@ Slope = Callable[[slice, Tensor], Tensor]
 """Returns the gradient by some rows' (n, v) logits, given these rows and logits, which it must not change."""
 
 
+LogitStep = Callable[[Tensor], Tensor]
+"""An elementwise operation on logits: a scale, tanh or cast."""
+
+
 class LogitReader(Protocol):
     """Reads the columns of (N, V) logits that this rank holds, and returns gradients by what they come from."""
 
@@ -133,8 +137,9 @@ class DeferredLogits(PartialLogits):
     head: nn.Module
     num_columns: int
     """Columns that a rank computes, at most."""
+    steps: tuple[LogitStep, ...]
+    """What follows the head, in order."""
     _call: Callable[[Tensor], Tensor]
-    _steps: tuple[Callable[[Tensor], Tensor], ...]
 
     @classmethod
     def from_states(
@@ -143,7 +148,7 @@ class DeferredLogits(PartialLogits):
         """Return the logits that ``call`` computes with ``head``: (..., D) states to (..., ``num_tokens``) logits."""
         logits = states.as_subclass(cls)
         logits.head, logits.num_columns, logits._call = head, num_columns, call
-        logits._num_tokens, logits._steps, logits._whole = num_tokens, (), None
+        logits._num_tokens, logits.steps, logits._whole = num_tokens, (), None
         return logits
 
     @property
@@ -154,7 +159,7 @@ class DeferredLogits(PartialLogits):
     def compute(self, states: Tensor) -> tuple[Tensor, VocabShard | None]:
         """Return the logits of (n, D) states: the columns that this rank holds, and their shard. Collective."""
         logits = self._call(states)
-        for step in self._steps:
+        for step in self.steps:
             logits = step(logits)
         return local_logits(logits)
 
@@ -162,16 +167,16 @@ class DeferredLogits(PartialLogits):
         """Return all logits, `VocabParallelLogits` if the head is cut over the vocabulary. The first call computes."""
         if self._whole is None:
             self._whole = self._call(self.plain())
-            for step in self._steps:
+            for step in self.steps:
                 self._whole = step(self._whole)
         return self._whole
 
-    def derived(self, states: Tensor, *steps: Callable[[Tensor], Tensor]) -> DeferredLogits:
+    def derived(self, states: Tensor, *steps: LogitStep) -> DeferredLogits:
         """Return the logits of other states, with further steps."""
         made = DeferredLogits.from_states(
             states, self.head, self._call, num_tokens=self._num_tokens, num_columns=self.num_columns
         )
-        made._steps = (*self._steps, *steps)
+        made.steps = (*self.steps, *steps)
         return made
 
     @classmethod
@@ -203,7 +208,7 @@ def deferred_head(head: nn.Module, call: Callable[[Tensor], Tensor], *, num_colu
     own = vars(head).get("forward")  # quantised and offloaded modules may have one
 
     def compute(states: Tensor) -> Tensor:
-        with _forward_of(head, own):
+        with replaced_forward(head, own):
             return call(states)
 
     def defer(states: Tensor) -> Tensor:
@@ -212,12 +217,12 @@ def deferred_head(head: nn.Module, call: Callable[[Tensor], Tensor], *, num_colu
         num_tokens: Any = head.out_features
         return DeferredLogits.from_states(states, head, compute, num_tokens=num_tokens, num_columns=num_columns)
 
-    with _forward_of(head, defer):
+    with replaced_forward(head, defer):
         yield
 
 
 @contextlib.contextmanager
-def _forward_of(module: nn.Module, forward: Callable[..., Any] | None) -> Iterator[None]:
+def replaced_forward(module: nn.Module, forward: Callable[..., Any] | None) -> Iterator[None]:
     """Replace a module's own forward; None: leave it to its class."""
     attributes = vars(module)
     before = attributes.pop("forward", None)

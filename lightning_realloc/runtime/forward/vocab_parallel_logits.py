@@ -21,7 +21,7 @@ ELEMENTWISE = frozenset(
     (
         *("add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "mul", "__mul__", "__rmul__"),
         *("div", "true_divide", "__truediv__", "__rtruediv__", "__rdiv__", "neg", "__neg__"),
-        *("tanh", "to", "float", "half", "bfloat16", "double"),
+        *("tanh", "to", "float", "half", "bfloat16", "double", "contiguous"),
     )
 )
 """Names of elementwise operations, which methods, operators and functions share."""
