@@ -24,6 +24,7 @@ from lightning_realloc.runtime.forward.routers import (
 )
 from lightning_realloc.runtime.model.training_mode import set_training_mode
 from tests.models import EXPERT_FAMILIES, FURTHER_EXPERT_FAMILIES, tiny_model
+from tests.runtime.forward.test_tiled_logits import a_model
 
 FAMILIES = (*EXPERT_FAMILIES, *FURTHER_EXPERT_FAMILIES, "gpt_oss")
 IDS = torch.arange(20, 32)[None]
@@ -140,12 +141,14 @@ def test_the_config_asks_for_a_loss_where_transformers_adds_it_and_a_setting_ove
 
 
 @torch.no_grad()
-def test_jitter_is_drawn_where_dropout_is() -> None:
-    model, _ = _mixture("mixtral")
-    plain = _run(model)
+@pytest.mark.parametrize("family", ["mixtral", "phimoe"])
+def test_noise_of_routers_is_drawn_where_dropout_is(family: str) -> None:
+    model = a_model(family, num_local_experts=4, num_experts_per_tok=2, head_dim=16)
     for module in model.modules():
-        if hasattr(module, "jitter_noise"):
-            module.jitter_noise = 0.5
+        for name in ("jitter_noise", "router_jitter_noise"):
+            if hasattr(module, name):
+                setattr(module, name, 0.5)
+    plain = _run(model)
     set_training_mode(model, dropout=False)
     assert _run(model).equal(plain)
     set_training_mode(model, dropout=True)
