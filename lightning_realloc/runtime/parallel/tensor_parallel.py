@@ -33,6 +33,7 @@ from lightning_realloc.runtime.forward.tp_group import (
 from lightning_realloc.runtime.forward.vocab_parallel_logits import VocabParallelLogits
 from lightning_realloc.runtime.model.stacked_experts import OUTPUT_BIAS, expert_adapters
 from lightning_realloc.runtime.model.structure import combined_class, find_blocks, replace_parameter, tied_names
+from lightning_realloc.runtime.parallel.latent_attention import LATENT, num_rotary
 from lightning_realloc.runtime.parallel.tp_plan import (
     EXPERTS,
     PARTIAL_GRADIENT,
@@ -94,6 +95,8 @@ def install_tensor_parallel(
         for name in plan.styles
     )
     for name, style in plan.styles.items():
+        if style == LATENT:
+            vars(model.get_submodule(name))["num_rotary"] = num_rotary(model, name)
         if style != REPLICATE:
             _convert(model.get_submodule(name), name, style, plan, tensor_parallel)
     for name, adapter in expert_adapters(model).items():
@@ -232,6 +235,20 @@ class _PartialGradientModule(_TensorParallelModule):
             return super().forward(*args, **kwargs)
 
 
+class _LatentProjection(_TensorParallelModule):
+    """Is replicated; of its output, the last features go to this rank's heads directly, and others through cut layers.
+
+    So the gradient of the last ones is summed over the ranks, as cut layers sum that of the others.
+    """
+
+    num_rotary: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = super().forward(input)
+        latents, rotary = output.split([output.shape[-1] - self.num_rotary, self.num_rotary], -1)
+        return torch.cat((latents, copy_to_ranks(rotary, self.tp_group)), -1)
+
+
 class _FeatureCutExperts(_TensorParallelModule):
     """Stacked experts that hold a slice of each expert's intermediate features; the input is replicated.
 
@@ -271,6 +288,7 @@ _CLASS_BY_STYLE: dict[str, type[_TensorParallelModule]] = {
     "embedding_rowwise": _VocabularyEmbedding,
     "embedding_colwise": _FeatureEmbedding,
     PARTIAL_GRADIENT: _PartialGradientModule,
+    LATENT: _LatentProjection,
     EXPERTS: _FeatureCutExperts,
 }
 

@@ -20,6 +20,7 @@ from lightning_realloc.layout import TensorParallelCut, group_bounds, head_bound
 from lightning_realloc.runtime.model.quantized import quantized_layers
 from lightning_realloc.runtime.model.stacked_experts import cut_factor, expert_adapters, feature_cuts, stacked_experts
 from lightning_realloc.runtime.model.structure import find_blocks, tied_names
+from lightning_realloc.runtime.parallel.latent_attention import LATENT, layers_of_latents
 
 COLWISE = ("colwise", "colwise_gather_output", "packed_colwise")
 ROWWISE = ("rowwise", "rowwise_split_input", "packed_rowwise")
@@ -28,7 +29,7 @@ PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 REPLICATE = "replicate"
 UNCUT = (PARTIAL_GRADIENT, REPLICATE)
 EXPERTS = "moe_tp_experts"
-STYLES = (*COLWISE, *ROWWISE, *EMBEDDING, EXPERTS, PARTIAL_GRADIENT, REPLICATE)
+STYLES = (*COLWISE, *ROWWISE, *EMBEDDING, EXPERTS, LATENT, PARTIAL_GRADIENT, REPLICATE)
 """Supported styles, by transformers' names."""
 
 _SINKS = "sinks"
@@ -154,7 +155,9 @@ def _styles_by_module(model: nn.Module, patterns: Mapping[str, str]) -> dict[str
     styles = {}
     for name, module in model.named_modules():
         style = _style(name, patterns)
-        if style is not None and not isinstance(getattr(module, "base_layer", None), nn.Module):
+        # PEFT's outer layer adds to the output of a linear one, which the style LATENT changes.
+        is_left_out = name.endswith(_PEFT_SUFFIX) if style == LATENT else hasattr(module, "base_layer")
+        if style is not None and not is_left_out:
             styles[name] = style = _SYNONYMS.get(style, style)
             if style not in STYLES:
                 raise LayoutError(
@@ -169,6 +172,8 @@ def _styles_by_module(model: nn.Module, patterns: Mapping[str, str]) -> dict[str
                 'pass a tp_plan that says "replicate" for it'
             )
     styles.update(_styles_of_adapters(model, styles))
+    whole = layers_of_latents(model, [name for name, style in styles.items() if style == LATENT])
+    styles = {**dict.fromkeys(whole, REPLICATE), **styles}
     if not any(style != REPLICATE for style in styles.values()):
         raise LayoutError(
             f"{type(model).__name__} has no tensor-parallel plan; pass one that maps module names to styles, as in "

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import Layout, ModelLayout
@@ -14,7 +16,7 @@ from lightning_realloc.runtime.forward.tp_group import TensorParallelGroup
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.parallel.tensor_parallel import install_tensor_parallel, slice_parameters
-from tests.models import UNEVEN_HEADS, tiny_model
+from tests.models import SIZES, UNEVEN_HEADS, tiny_model
 from tests.runtime.reference import local_part
 from tests.workers import WorkerPool
 
@@ -29,6 +31,13 @@ PLAN = {
     "head": "colwise_gather_output",
     "last": "rowwise_split_input",
 }
+
+
+LATENT = {
+    "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+    "first_k_dense_replace": 2, "n_group": 2, "topk_group": 1, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 16,
+}  # fmt: skip
 
 
 class EveryStyle(nn.Module):
@@ -89,6 +98,37 @@ def _every_style(layout_text: str) -> list[str]:
 @pytest.mark.parametrize("layout", ["tp4@0-3", "tp4@2,0,1,3"])
 def test_every_style_gives_the_outputs_and_gradients_of_the_whole_model(workers: WorkerPool, layout: str) -> None:
     assert workers.run(_every_style, layout) == [[], [], [], []]
+
+
+def _latent_attention(q_lora_rank: int | None, with_adapters: bool) -> list[str]:
+    layout, group = _tensor_parallel_group("tp2@0-1")
+    rank, sizes = dist.get_rank(), {**SIZES, **LATENT, "q_lora_rank": q_lora_rank}
+    torch.manual_seed(3)
+    whole: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v2", **sizes)).double()
+    if with_adapters:
+        layers = ["kv_a_proj_with_mqa", "kv_b_proj", "q_proj", "o_proj"]
+        whole = get_peft_model(whole, LoraConfig(r=4, target_modules=layers, init_lora_weights=False)).double()
+    model = copy.deepcopy(whole)
+    model_layout = ModelLayout(describe_model(model), layout)
+    install_tensor_parallel(model, layout, group, rank)
+    slice_parameters(model, model_layout, rank)
+    cut = [name for name, _ in model.named_parameters() if "kv_b_proj" in name and "lora_A" not in name]
+    assert all(2 * len(model.get_parameter(name)) == len(whole.get_parameter(name)) for name in cut)
+    ids = torch.arange(22).view(2, 11)
+    outputs = [m(input_ids=ids, use_cache=False).logits for m in (whole, model)]
+    for output in outputs:
+        output.square().sum().backward()
+    found = [] if torch.allclose(*outputs, rtol=1e-6) else ["output"]  # rotary angles are in float32
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            expected = local_part(whole.get_parameter(name).grad, model_layout, name, rank)
+            found += [] if torch.allclose(parameter.grad, expected, rtol=1e-5, atol=1e-7) else [name]
+    return found
+
+
+@pytest.mark.parametrize(("q_lora_rank", "with_adapters"), [(16, False), (None, True)])
+def test_latents_are_whole_and_heads_are_cut(workers: WorkerPool, q_lora_rank: int | None, with_adapters: bool) -> None:
+    assert workers.run(_latent_attention, q_lora_rank, with_adapters, world_size=2) == [[], []]
 
 
 def _sums() -> dict[str, object]:
