@@ -70,8 +70,8 @@ def _check_parts(optimizer: optim.Optimizer, role: str, model_layout: ModelLayou
         if differing:
             raise ConfigError(
                 f"{role}: {type(optimizer).__name__} updates an element by other elements, too, and ranks of the "
-                f"layout {dims} hold parts of the weights; train {role} in a layout with {differing}, or use an "
-                f"elementwise optimizer such as AdamW"
+                f"layout {dims} hold parts of the weights; train {role} in a layout with {differing}, such as "
+                f"dp{dims.size}, or use an elementwise optimizer such as AdamW"
             )
 
 

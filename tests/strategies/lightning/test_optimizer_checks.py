@@ -10,7 +10,15 @@ from torch import nn, optim
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.layout import Layout, ModelLayout, ModelSpec, ParamSpec, TensorParallelCut, sharded
+from lightning_realloc.layout import (
+    Layout,
+    ModelLayout,
+    ModelSpec,
+    ParamSpec,
+    TensorParallelCut,
+    sharded,
+    sharded_experts,
+)
 from lightning_realloc.strategies.checkpoints.optimizer_settings import record_given
 from lightning_realloc.strategies.lightning.optimizer_checks import check_optimizers
 
@@ -60,30 +68,38 @@ class NeedsNames(TrustRatio):
         raise KeyError("model.embed_tokens.weight")
 
 
-def _layouts(text: str) -> dict[str, ModelLayout]:
-    """Return the actor's layout, with a weight that tensor parallelism cuts by columns and one by rows."""
-    params = (ParamSpec(f"w{dim}", (4, 4), sharded(TensorParallelCut(dim)), block=dim) for dim in range(2))
-    return {"actor": ModelLayout(ModelSpec(tuple(params), num_blocks=2), Layout.parse(text))}
+def _layouts(text: str, *, experts: bool = False) -> dict[str, ModelLayout]:
+    """Return the actor's layout, with a weight that tensor parallelism cuts by columns and one by rows, or experts."""
+    kinds = (sharded_experts(),) if experts else (sharded(TensorParallelCut(0)), sharded(TensorParallelCut(1)))
+    params = (ParamSpec(f"w{index}", (4, 4), cuts, block=index) for index, cuts in enumerate(kinds))
+    refusal = None if experts else "it has no experts"
+    return {
+        "actor": ModelLayout(ModelSpec(tuple(params), num_blocks=len(kinds), ep_refusal=refusal), Layout.parse(text))
+    }
 
 
-def _refused(kind: Any, layout: str) -> str:
+def _refused(kind: Any, layout: str, *, experts: bool = False) -> str:
     """Return the axes that a refusal says to leave out; empty without one."""
     optimizer = kind([nn.Parameter(torch.randn(4, 4))], lr=0.1)
     LambdaLR(optimizer, lambda step: step / 10)  # wraps the step of this instance, and starts at a rate of 0
     record_given([optimizer])
     optimizer.register_step_post_hook(lambda *_: pytest.fail("a user's hook runs on a probe"))
     try:
-        check_optimizers({"actor": optimizer}, _layouts(layout))
+        check_optimizers({"actor": optimizer}, _layouts(layout, experts=experts))
     except ConfigError as error:
         assert f"actor: {kind.__name__} updates an element by other elements, too" in str(error)
         assert not optimizer.state
-        return str(error).partition("in a layout with ")[2].partition(", or use")[0]
+        named, _, legal = str(error).partition("in a layout with ")[2].partition(", such as ")
+        assert legal.startswith(f"dp{Layout.parse(layout).dims.size}, or use an elementwise")
+        return named
     return ""
 
 
 def test_optimizers_that_are_not_elementwise_are_refused_in_layouts_that_cut_weights() -> None:
     layouts = ("dp2", "fsdp2", "tp2", "pp2", "pp2.fsdp2.tp2")
     assert [_refused(optim.Muon, layout) for layout in layouts] == ["", "fsdp=1", "tp=1", "", "fsdp=1, tp=1"]
+    assert _refused(optim.Muon, "fsdp2.cp2") == "cp=1, fsdp=1"
+    assert [_refused(optim.Muon, layout, experts=True) for layout in ("dp2.ep2", "dp2")] == ["ep=1", ""]
     for kind in (optim.Adafactor, TrustRatio):  # norms of rows and columns, and of whole weights
         assert [_refused(kind, layout) for layout in layouts[1:]] == ["fsdp=1", "tp=1", "", "fsdp=1, tp=1"]
     assert [_refused(GlobalNorm, layout) for layout in layouts[2:]] == ["tp=1", "pp=1", "fsdp=1, tp=1, pp=1"]
