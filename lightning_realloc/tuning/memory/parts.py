@@ -166,10 +166,10 @@ class MemoryParts:
         sums = map(operator.add, _sizes(self), _sizes(other))
         return MemoryParts(**dict(zip(_FIELDS, sums, strict=True)))
 
-    def by_size(self) -> list[tuple[str, int]]:
-        """Return the four largest parts as (name with spaces, bytes), largest first."""
+    def by_size(self, count: int | None = 4) -> list[tuple[str, int]]:
+        """Return the largest parts as (name with spaces, bytes), largest first; None: all parts."""
         sizes = sorted(zip(_sizes(self), _FIELDS, strict=True), reverse=True)
-        return [(name.replace("_", " "), size) for size, name in sizes[:4]]
+        return [(name.replace("_", " "), size) for size, name in sizes[:count]]
 
 
 # Module constants, since a search adds hundreds of thousands of MemoryParts.

@@ -8,10 +8,11 @@ not estimated, so that the choice depends on no measured rate, and all ranks of 
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
@@ -41,11 +42,18 @@ class DefaultPlan:
     heuristic: ExecutionPlan
     reason: str | None
     """Bytes that the heuristic plan lacks, with the calls that are changed; None if it is taken."""
-    shortage: str | None
-    """Bytes of the smallest plan that was tried and of a device, and what needs less, if none fits; else None."""
+    describe_shortage: Callable[[], str] | None = field(repr=False, compare=False)
+    """Returns the `shortage`, which takes further forecasts; None if a plan fits."""
+
+    @property
+    def shortage(self) -> str | None:
+        """Bytes of the smallest plan that was tried and of a device, and what needs less, if none fits; else None."""
+        return None if self.describe_shortage is None else self.describe_shortage()
 
 
-def default_plan(task: PlanningTask, phase_bytes: PhaseBytes, *, world_size: int) -> DefaultPlan:
+def default_plan(
+    task: PlanningTask, phase_bytes: PhaseBytes, *, world_size: int, least_bytes: PhaseBytes | None = None
+) -> DefaultPlan:
     """Return the heuristic plan if it fits; else the first other one that fits; the heuristic plan if none does.
 
     A plan fits if iterations leave the task's headroom free, and building the models fits into a device. Where no plan
@@ -54,18 +62,19 @@ def default_plan(task: PlanningTask, phase_bytes: PhaseBytes, *, world_size: int
     Args:
         phase_bytes: Forecasts a plan's memory.
         world_size: Number of ranks.
+        least_bytes: A lower bound on ``phase_bytes`` that takes less time, which spares most forecasts; None: no bound.
     """
-    found = _Candidates(task, phase_bytes, world_size)
+    found = _Candidates(task, phase_bytes, least_bytes, world_size)
     heuristic = found.heuristic(1)
     for limit in (task.usable_bytes, task.memory_budget):
         plan = heuristic if found.fits(heuristic, limit) else found.first_that_fits(limit)
         if plan is not None:
             break
     if plan is None:
-        shortage = _shortage(task, heuristic, found.sizes, world_size)
-        return DefaultPlan(plan=heuristic, heuristic=heuristic, reason=None, shortage=shortage)
-    reason = None if plan == heuristic else _reason(task, found.sizes, heuristic, plan)
-    return DefaultPlan(plan=plan, heuristic=heuristic, reason=reason, shortage=None)
+        shortage = functools.partial(_shortage, task, heuristic, found, world_size)
+        return DefaultPlan(plan=heuristic, heuristic=heuristic, reason=None, describe_shortage=shortage)
+    reason = None if plan == heuristic else _reason(task, found.sizes_of, heuristic, plan)
+    return DefaultPlan(plan=plan, heuristic=heuristic, reason=reason, describe_shortage=None)
 
 
 def largest_by_phase(forecast: MemoryForecast) -> dict[str, int]:
@@ -76,27 +85,24 @@ def largest_by_phase(forecast: MemoryForecast) -> dict[str, int]:
     return largest
 
 
-_Sizes: TypeAlias = Mapping[ExecutionPlan, Mapping[str, int]]
-
-
-def _reason(task: PlanningTask, sizes: _Sizes, heuristic: ExecutionPlan, plan: ExecutionPlan) -> str:
-    phase, size = _largest(sizes[heuristic])
+def _reason(task: PlanningTask, sizes: PhaseBytes, heuristic: ExecutionPlan, plan: ExecutionPlan) -> str:
+    phase, size = _largest(sizes(heuristic))
     without = "" if task.workload is not None else " without activations and caches, as lengths are unknown,"
     return (
         f"the heuristic plan needs{without} {gibibytes(size)} in {phase}, and plans may fill "
         f"{gibibytes(task.usable_bytes)} of a device; took one that needs "
-        f"{gibibytes(_largest(sizes[plan])[1])}: {_changes(heuristic, plan)}"
+        f"{gibibytes(_largest(sizes(plan))[1])}: {_changes(heuristic, plan)}"
     )
 
 
-def _shortage(task: PlanningTask, heuristic: ExecutionPlan, sizes: _Sizes, world_size: int) -> str:
-    plan = min(sizes, key=lambda one: _largest(sizes[one])[1])
-    phase, size = _largest(sizes[plan])
+def _shortage(task: PlanningTask, heuristic: ExecutionPlan, found: _Candidates, world_size: int) -> str:
+    plan = found.smallest()
+    phase, size = _largest(found.sizes_of(plan))
     included, shorter = (", even without them", "") if task.workload is None else (" with them", ", shorter sequences")
     devices = f"at least {math.ceil(world_size * size / task.memory_budget)} such devices, "  # were all of it divided
     return (
-        f"none of the {len(sizes)} plans tried fits{included}: the smallest needs {gibibytes(size)} in {phase}, and a "
-        f"device has {gibibytes(task.memory_budget)} ({_changes(heuristic, plan) or 'the heuristic plan'}); use "
+        f"none of the {found.num_tried} plans tried fits{included}: the smallest needs {gibibytes(size)} in {phase}, "
+        f"and a device has {gibibytes(task.memory_budget)} ({_changes(heuristic, plan) or 'the heuristic plan'}); use "
         f"{'' if phase == SET_UP else devices}a smaller model{shorter} or adapters (peft_config), also over 4-bit "
         f"weights (quantization_config)"
     )
@@ -112,34 +118,79 @@ def _changes(heuristic: ExecutionPlan, plan: ExecutionPlan) -> str:
     return "; ".join([*changes, *([f"offload: [{', '.join(plan.offload)}]"] if plan.offload else [])])
 
 
+_Layouts: TypeAlias = Callable[[Callable[[int], ExecutionPlan]], ExecutionPlan]
+"""Makes a plan from the heuristic plans for devices with a fraction of the memory."""
+
+
 class _Candidates:
     """Plans in the order in which they are tried."""
 
-    def __init__(self, task: PlanningTask, phase_bytes: PhaseBytes, world_size: int) -> None:
+    def __init__(
+        self, task: PlanningTask, phase_bytes: PhaseBytes, least_bytes: PhaseBytes | None, world_size: int
+    ) -> None:
         self._task = task
         self._ranks = tuple(range(world_size))
         self._per_node = min(world_size, task.cluster.devices_per_node)
         self._sharers = sharers_of(task.roles)
         self._row_tokens = task.call_options(CallOptions()).row_tokens
-        self._phase_bytes = phase_bytes
-        self.sizes: dict[ExecutionPlan, Mapping[str, int]] = {}
+        self._phase_bytes, self._least_bytes = phase_bytes, least_bytes
+        self._sizes: dict[ExecutionPlan, Mapping[str, int]] = {}
+        self._least: dict[ExecutionPlan, Mapping[str, int]] = {}
         self.heuristic = functools.cache(self._heuristic)
+        """Divisor of the memory -> the heuristic plan."""
+        self._sketch = functools.cache(functools.partial(self._heuristic, orders_ranks=False))
 
     # ---- memory
+    @property
+    def num_tried(self) -> int:
+        """Number of plans tried."""
+        return len(self._sizes.keys() | self._least.keys())
+
+    def sizes_of(self, plan: ExecutionPlan) -> Mapping[str, int]:
+        """Return the bytes of each phase on its fullest rank."""
+        if plan not in self._sizes:
+            self._sizes[plan] = self._phase_bytes(plan)
+        return self._sizes[plan]
+
     def fits(self, plan: ExecutionPlan, limit: int) -> bool:
         """Whether iterations need at most ``limit`` bytes of every device, and building the models fits."""
-        return not self._too_large(plan, limit)
+        return not self._surely_too_large(plan, limit) and not self._too_large(plan, limit)
+
+    def smallest(self) -> ExecutionPlan:
+        """Return the tried plan with the smallest peak; only plans whose bound is smaller are forecast for it."""
+        plans = list(dict.fromkeys((*self._sizes, *self._least)))
+        bounds = [(_largest(self._least.get(plan) or self._sizes[plan])[1], False, i) for i, plan in enumerate(plans)]
+        heapq.heapify(bounds)
+        while not bounds[0][1]:
+            number = bounds[0][2]
+            heapq.heapreplace(bounds, (_largest(self.sizes_of(plans[number]))[1], True, number))
+        return plans[bounds[0][2]]
+
+    def _surely_too_large(self, plan: ExecutionPlan, limit: int) -> set[str]:
+        """Return the phases that do not fit by the lower bound; none without one."""
+        if self._least_bytes is None:
+            return set()
+        if plan not in self._least:
+            self._least[plan] = self._least_bytes(plan)
+        return self._beyond(self._least[plan], limit)
 
     def _too_large(self, plan: ExecutionPlan, limit: int) -> set[str]:
-        if plan not in self.sizes:
-            self.sizes[plan] = self._phase_bytes(plan)
+        """Return the phases that do not fit."""
+        return self._beyond(self.sizes_of(plan), limit)
+
+    def _beyond(self, sizes: Mapping[str, int], limit: int) -> set[str]:
         limits = {SET_UP: self._task.memory_budget}
-        return {phase for phase, size in self.sizes[plan].items() if size > limits.get(phase, limit)}
+        return {phase for phase, size in sizes.items() if size > limits.get(phase, limit)}
 
     def first_that_fits(self, limit: int) -> ExecutionPlan | None:
         """Return the first plan that fits, with as few changed options as it needs; None without one."""
-        for min_slots, plans in ((MIN_SLOTS, self._layouts), (1, self._layouts), (1, self._offloaded)):
-            for plan in plans():
+        for min_slots, offloads in ((MIN_SLOTS, ((),)), (1, ((),)), (1, self._offloads())):
+            for offload, layouts in itertools.product(offloads, list(self._layouts())):
+                if self._least_bytes is not None:  # which depends on no order of ranks
+                    sketch = replace(layouts(self._sketch), offload=offload)
+                    if self._never_fits(self._steps(sketch, min_slots), limit):
+                        continue
+                plan = replace(layouts(self.heuristic), offload=offload)
                 fitting = self._with_options(plan, limit, min_slots)
                 if fitting is not None:
                     return fitting
@@ -152,20 +203,41 @@ class _Candidates:
         The bytes of a call depend on its own options alone, unless caches stay between calls. So one forecast tries an
         option of every call.
         """
-        calls = {call.name: call.kind for call in self._task.dataflow.iteration_calls if call.role is not None}
-        options = {name: self._options(plan, name, min_slots) for name in calls}
-        cheapest = _with_calls(plan, {name: steps[-1] for name, steps in options.items()})
-        if any(calls.get(phase) != "train" for phase in self._too_large(cheapest, limit)):
-            return None  # only training calls may need less with an earlier option
+        steps, calls = self._steps(plan, min_slots), self._kinds
+        if self._never_fits(steps, limit) or self._is_hopeless(self._too_large(steps[-1], limit)):
+            return None
         chosen: dict[str, CallPlan] = {}
-        for number in range(max(map(len, options.values()))):
-            current = {name: steps[min(number, len(steps) - 1)] for name, steps in options.items()}
-            too_large = self._too_large(_with_calls(plan, current), limit)
-            chosen = {name: current[name] for name in calls if name not in too_large} | chosen
+        for current in steps:
+            if self._surely_too_large(current, limit) >= calls.keys() - chosen.keys():
+                continue
+            too_large = self._too_large(current, limit)
+            chosen = {name: current.call(name) for name in calls if name not in too_large} | chosen
             if len(chosen) == len(calls):
                 found = _with_calls(plan, chosen)
                 return found if self.fits(found, limit) else None
         return None
+
+    def _steps(self, plan: ExecutionPlan, min_slots: int) -> list[ExecutionPlan]:
+        """Return the plan with the first option of every call, with the second ones, and so on to the last ones."""
+        options = {name: self._options(plan, name, min_slots) for name in self._kinds}
+        return [
+            _with_calls(plan, {name: steps[min(number, len(steps) - 1)] for name, steps in options.items()})
+            for number in range(max(map(len, options.values())))
+        ]
+
+    def _never_fits(self, steps: Sequence[ExecutionPlan], limit: int) -> bool:
+        """Whether a call does not fit with any option, by the lower bound."""
+        last = self._surely_too_large(steps[-1], limit)
+        return self._is_hopeless(last) or bool(last.intersection(*(self._surely_too_large(s, limit) for s in steps)))
+
+    def _is_hopeless(self, too_large: Set[str]) -> bool:
+        """Whether phases do not fit with the last options, of which only training calls may need less with others."""
+        return any(self._kinds.get(phase) != "train" for phase in too_large)
+
+    @property
+    def _kinds(self) -> dict[str, str]:
+        """Call with a model -> its kind."""
+        return {call.name: call.kind for call in self._task.dataflow.iteration_calls if call.role is not None}
 
     def _options(self, plan: ExecutionPlan, name: str, min_slots: int) -> list[CallPlan]:
         """Return the plans of a call in its layout, the fastest first."""
@@ -186,7 +258,7 @@ class _Candidates:
         return [chosen, *smaller[:1], *recomputing]
 
     # ---- layouts
-    def _heuristic(self, divisor: int) -> ExecutionPlan:
+    def _heuristic(self, divisor: int, *, orders_ranks: bool = True) -> ExecutionPlan:
         """Return the heuristic plan for devices with a fraction of the memory."""
         task = self._task
         memory_bytes = max(1, task.cluster.device_memory_bytes // divisor)
@@ -200,10 +272,11 @@ class _Candidates:
             workload=task.workload,
             generates_in_stages=task.generates_in_stages,
             generates_in_lockstep=task.generates_in_lockstep,
+            orders_ranks=orders_ranks,
         ).completed(task.dataflow)
 
-    def _layouts(self) -> Iterator[ExecutionPlan]:
-        """Yield the heuristic plan, then plans that train and infer on all ranks.
+    def _layouts(self) -> Iterator[_Layouts]:
+        """Yield makers of the heuristic plan, then of plans that train and infer on all ranks.
 
         Their replicas for generation are divided further from plan to plan, and at last sharded as for training. Plans
         that divide rows come last.
@@ -211,14 +284,19 @@ class _Candidates:
         nothing_fits = self._task.cluster.device_memory_bytes
         common = math.gcd(self._per_node, len(self._ranks))
         degrees = [tp for tp in range(1, common + 1) if common % tp == 0]
-        yield self.heuristic(1)
+        yield lambda heuristic: heuristic(1)
         slices = self._row_tokens // MIN_SLICE_TOKENS
         for cp, tp, divisor in itertools.product(degrees, degrees, (*MEMORY_DIVISORS, nothing_fits)):
             if cp == 1 or (cp <= slices and common % (cp * tp) == 0):
-                yield self._sharded(self.heuristic(divisor), tp, cp)
+                yield functools.partial(self._sharded, divisor, tp, cp)
 
-    def _sharded(self, plan: ExecutionPlan, tp: int, cp: int) -> ExecutionPlan:
-        """Return a plan with training and inference sharded over all ranks, and generation too if it is in ``plan``."""
+    def _sharded(self, divisor: int, tp: int, cp: int, heuristic: Callable[[int], ExecutionPlan]) -> ExecutionPlan:
+        """Return the heuristic plan with training and inference sharded over all ranks, and generation if it is there.
+
+        Args:
+            divisor: Of a device's memory, in the heuristic plan.
+        """
+        plan = heuristic(divisor)
         calls = {}
         for call in self._task.dataflow.model_calls:
             before = plan.call(call.name)
@@ -235,13 +313,12 @@ class _Candidates:
         fsdp = len(self._ranks) // (degree * slices)
         return Layout(ParallelDims(fsdp=fsdp, cp=slices, tp=degree), self._ranks)
 
-    def _offloaded(self) -> Iterator[ExecutionPlan]:
-        """Yield plans that offload frozen roles, then those that offload optimizer states, too."""
+    def _offloads(self) -> tuple[tuple[str, ...], ...]:
+        """Return what plans offload: the frozen roles, then the optimizer states, too."""
         flow = self._task.dataflow
         frozen = tuple(r for r in flow.roles if r not in flow.trained_roles and r not in self._sharers)
         states = tuple(role + OPTIMIZER_SUFFIX for role in flow.trained_roles)
-        for parts in (frozen, frozen + states):
-            yield from (replace(plan, offload=parts) for plan in self._layouts())
+        return frozen, frozen + states
 
 
 def _with_calls(plan: ExecutionPlan, calls: Mapping[str, CallPlan]) -> ExecutionPlan:

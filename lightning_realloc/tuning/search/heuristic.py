@@ -44,6 +44,7 @@ def heuristic_plan(
     workload: Workload | None = None,
     generates_in_stages: bool = True,
     generates_in_lockstep: bool = True,
+    orders_ranks: bool = True,
 ) -> ExecutionPlan:
     """Return layouts that follow from the number of ranks, the models' sizes and the memory of a device.
 
@@ -62,11 +63,12 @@ def heuristic_plan(
         workload: Number and lengths of samples; None: unknown.
         generates_in_stages: Whether generating calls may run in pipeline stages.
         generates_in_lockstep: Whether ranks of a generating call may run each block together.
+        orders_ranks: Whether to look for the order of ranks, which takes seconds for a thousand; if not, they ascend.
     """
     for call in dataflow.model_calls:
         if call.role not in models:
             raise PlanError(f"call {call.name!r} needs a model for role {call.role!r}; there are {', '.join(models)}")
-    ranks = _Ranks(models, cluster, world_size, element_bytes, workload)
+    ranks = _Ranks(models, cluster, world_size, element_bytes, workload, orders_ranks=orders_ranks)
     homes = _homes(dataflow, ranks)
     places = _inference_places(dataflow, ranks)
     calls = []
@@ -99,12 +101,15 @@ class _Ranks:
         world_size: int,
         element_bytes: int,
         workload: Workload | None,
+        *,
+        orders_ranks: bool,
     ) -> None:
         self.all = tuple(range(world_size))
         self._models = models
         self._cluster = cluster
         self._element_bytes = element_bytes
         self._workload = workload
+        self._orders_ranks = orders_ranks
 
     def size(self, role: str) -> int:
         """Return the elements of a model, which the cost of its calls and the memory of its training grow with."""
@@ -152,7 +157,7 @@ class _Ranks:
         if replica is None:
             return None
         dims = replace(replica, dp=replica.dp * len(ranks) // replica.size)
-        if origin is not None and replica.size > 1:
+        if origin is not None and replica.size > 1 and self._orders_ranks:
             return choose_rank_order(ModelLayout(model, origin), dims, ranks, self._cluster)
         return Layout(dims, ranks)
 

@@ -8,22 +8,29 @@ from lightning_realloc.tuning.search.options import SearchedCall
 from lightning_realloc.tuning.search.problem import Problem, Score
 from lightning_realloc.tuning.search.space import legal_dims
 
-MAX_NODES = 4096
-"""Largest number of nodes that is tried for the error message."""
+MAX_NODES = 512
+"""Largest number of nodes that is tried for the error message; beyond, pricing a layout takes seconds."""
+NODES_STEP = 16
+"""Numbers of nodes are told apart down to one in this many."""
 
 
 class NothingFitsError(PlanError):
     """No plan of the space fits into memory.
 
     Args:
-        message: The missing bytes and the way out.
-        shortage: The missing bytes alone.
+        way_out: What would fit, or the whole message.
+        shortage: The missing bytes, which the message begins with.
         enough_nodes: Number of nodes that suffices with one layout for all calls; None if none is known.
     """
 
-    def __init__(self, message: str, *, shortage: str = "", enough_nodes: int | None = None) -> None:
-        super().__init__(message)
-        self.shortage, self.enough_nodes = shortage, enough_nodes
+    def __init__(self, way_out: str, *, shortage: str = "", enough_nodes: int | None = None) -> None:
+        super().__init__("; ".join(filter(None, (shortage, way_out))))
+        self.way_out, self.shortage, self.enough_nodes = way_out, shortage, enough_nodes
+
+    def with_closest(self, closest: str) -> NothingFitsError:
+        """Return the error with a sentence about the plan that came closest."""
+        shortage = f"{self.shortage}; {closest}" if self.shortage else closest
+        return NothingFitsError(self.way_out, shortage=shortage, enough_nodes=self.enough_nodes)
 
 
 def nothing_fits(problem: Problem, best: Score | None) -> NothingFitsError:
@@ -50,7 +57,7 @@ def nothing_fits(problem: Problem, best: Score | None) -> NothingFitsError:
         )
     lack = f"lacks {_bytes(missing)}" if missing else "cannot run a call at all, according to the estimator"
     shortage = f"no plan fits on {here}: the fullest rank of the best one {lack}"
-    return NothingFitsError(f"{shortage}; {way_out}", shortage=shortage, enough_nodes=nodes)
+    return NothingFitsError(way_out, shortage=shortage, enough_nodes=nodes)
 
 
 def _bytes(size: int) -> str:
@@ -58,13 +65,13 @@ def _bytes(size: int) -> str:
 
 
 def _enough_nodes(problem: Problem) -> int | None:
-    """Return the smallest number of additional nodes, in all, on which one layout for all calls fits; None if none."""
+    """Return about the smallest larger number of nodes on which one layout for all calls fits; None if none does."""
     few, many = problem.cluster.num_nodes, problem.cluster.num_nodes + 1
     while not _fits(problem, many):
         few, many = many, 2 * many
         if many > MAX_NODES:
             return None
-    while many - few > 1:
+    while many - few > max(1, many // NODES_STEP):
         middle = (few + many) // 2
         few, many = (few, middle) if _fits(problem, middle) else (middle, many)
     return many

@@ -141,16 +141,19 @@ class Pricing:
     options: CallOptions
     memory_budget: int
 
-    def tables(self, calls: Sequence[SearchedCall], is_late: Callable[[], bool]) -> tuple[list[OptionTable], bool]:
+    def tables(
+        self, calls: Sequence[SearchedCall], is_late: Callable[[], bool], is_over: Callable[[], bool] = lambda: False
+    ) -> tuple[list[OptionTable], bool]:
         """Return a table for each call, and whether all numbers of ranks were priced.
 
-        Pricing stops when ``is_late`` returns True and every call has an option.
+        Pricing stops when ``is_late`` returns True and every call has an option, and when ``is_over`` does. The whole
+        cluster comes first, on which calls that fit anywhere mostly fit.
         """
         tables: list[OptionTable] = [{} for _ in calls]
         cluster, dataflow, only = self.estimator.cluster, self.estimator.dataflow, self.options.num_ranks
         legal = [size for size in sizes(cluster) if only in (None, size)]
         for size in sorted(legal, key=lambda size: (cluster.num_devices % size != 0, -size)):
-            if is_late() and all(tables):
+            if (is_late() and all(tables)) or is_over():
                 return tables, False
             ranks = tuple(range(size))
             layouts: dict[ParallelDims, Layout] = {}

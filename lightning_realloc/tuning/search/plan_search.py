@@ -29,6 +29,9 @@ MAX_EXACT_NODES = 4
 """Largest cluster for branch and bound, which tries all sets of nodes; their number grows exponentially."""
 PRICING_SHARE = 0.6
 """Fraction of the seconds after which pricing options stops."""
+MAX_PRICING_SHARE = 2.0
+"""Times the seconds after which pricing options stops also where a call has none. Raising it tries more numbers of
+ranks for calls that do not fit on all of them."""
 EXACT_SHARE = 0.7
 """Fraction of the effort after which branch and bound gives up, and annealing continues."""
 START_EVALUATIONS = 2000
@@ -108,6 +111,7 @@ def search_plan(
         overlap=overlap,
         memory_budget=budget,
         is_late=lambda: progress.elapsed_s >= PRICING_SHARE * seconds,
+        is_over=lambda: progress.elapsed_s >= MAX_PRICING_SHARE * seconds,
         generation_chunks=generation_chunks,
     )
     return _result(problem, progress, bound=_search(problem, random.Random(seed), progress))

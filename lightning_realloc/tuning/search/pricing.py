@@ -11,13 +11,17 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeAlias
 
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.tuning.estimate.estimator import Estimator
+from lightning_realloc.tuning.memory.advice import gibibytes
 from lightning_realloc.tuning.memory.forecast import SET_UP, MemoryForecast, PhaseMemory
+from lightning_realloc.tuning.memory.least_memory import least_by_phase
+from lightning_realloc.tuning.memory.memory_model import MemoryModel
 from lightning_realloc.tuning.search.default_plan import default_plan, largest_by_phase
 from lightning_realloc.tuning.search.infeasible import NothingFitsError
 from lightning_realloc.tuning.search.plan_search import SearchResult, search_plan
@@ -87,6 +91,7 @@ class PlanPricer:
     def __init__(self, task: PlanningTask, estimator: Estimator, *, options: CallOptions | None = None) -> None:
         self.task, self.estimator = task, estimator
         self.options = task.call_options(options or CallOptions())
+        self._memory = MemoryModel(task.dataflow, task.roles, task.settings, task.workload)
         self._static: list[ExecutionPlan] | None = None
         self._heuristic: list[PricedPlan] | None = None
         """The results of `heuristic`, whose forecasts take seconds for a thousand devices."""
@@ -121,7 +126,7 @@ class PlanPricer:
 
         Args:
             seed: Seed of the search.
-            seconds: Duration of one search.
+            seconds: Duration of the search; further ones, within fewer bytes, take half as long.
             clock: Returns the current time in seconds.
             max_evaluations: Most scored plans of one search; None: no limit.
 
@@ -131,11 +136,12 @@ class PlanPricer:
         task = self.task
 
         def search_within(budget: int) -> tuple[PricedPlan, SearchResult]:
+            is_first = budget == task.usable_bytes
             found = search_plan(
                 task.models,
                 self.estimator,
                 seed=seed,
-                seconds=seconds,
+                seconds=seconds if is_first else seconds / 2,
                 memory_budget=budget,
                 options=self.options,
                 clock=clock,
@@ -147,14 +153,15 @@ class PlanPricer:
 
         try:
             best, found, budget = self._fitting(search_within)
-        except NothingFitsError:  # a plan with one layout for all calls may fit all the same
+        except NothingFitsError as error:  # a plan with one layout for all calls may fit all the same
             simple = self._fastest_simple()
             if simple is None:
-                raise
+                raise error.with_closest(self._closest()) from None
             bound = SearchResult(plan=simple.plan, seconds=simple.seconds, lower_bound=0.0, evaluations=0, history=())
             return simple, bound
-        # A search that ran out of time may not have reached the plan that a run takes without one.
-        known = [best, *(priced for priced in self.heuristic() if priced.can_run)]
+        # A search that ran out of time may not have reached a plan with one layout, or that of a run without a plan.
+        simple = self._fastest_simple()
+        known = [best] if simple is None else [best, simple]
         chosen = min(known, key=lambda priced: priced.seconds) if best.can_start else None
         chosen = chosen or self._starting(best, search_within, budget) or best
         return chosen, found if chosen is best else replace(found, plan=chosen.plan, seconds=chosen.seconds)
@@ -194,7 +201,10 @@ class PlanPricer:
         task = self.task
         if self._heuristic is None:
             found = default_plan(
-                task, lambda plan: largest_by_phase(task.forecast(plan)), world_size=task.cluster.num_devices
+                task,
+                lambda plan: largest_by_phase(task.forecast(plan)),
+                world_size=task.cluster.num_devices,
+                least_bytes=partial(least_by_phase, self._memory),
             )
             self._heuristic = [self.price(plan) for plan in dict.fromkeys((found.heuristic, found.plan))]
         return self._heuristic
@@ -212,12 +222,33 @@ class PlanPricer:
         """
         plans = self.static_plans()
         needs = {plan: max(self._kept_by_rank(plan)) + self._most_active(plan) for plan in plans}
-        near = [plan for plan in plans if needs[plan] <= MAX_OVERESTIMATE * self.task.usable_bytes]
+        room = self.task.usable_bytes
+        near = [
+            plan
+            for plan in plans
+            if needs[plan] <= MAX_OVERESTIMATE * room and max(least_by_phase(self._memory, plan).values()) <= room
+        ]
         fitting = filter(wanted, map(self.price, sorted(near, key=self._seconds_in_turn)))
         found = list(itertools.islice(fitting, count))
         if not found and plans:
             return [self.price(min(plans, key=lambda plan: needs[plan]))]
         return sorted(found, key=lambda priced: priced.seconds)
+
+    def _closest(self) -> str:
+        """Return a sentence about the simple plan that lacks fewest bytes: its fullest phase, with all its parts."""
+        priced = min((*self.heuristic(), *self.static(1)), key=lambda one: one.missing_bytes)
+        peak, task = priced.peak, self.task
+        call = task.dataflow.call(peak.phase.removeprefix("-> "))
+        parts = ", ".join(f"{name} {gibibytes(size)}" for name, size in peak.parts.by_size(None) if size)
+        text = (
+            f"the closest of the simple plans, {call.name}: {priced.plan.call(call.name).to_text()}, needs "
+            f"{gibibytes(peak.parts.total)} of the {gibibytes(task.usable_bytes)} in {peak.phase} ({parts})"
+        )
+        shape = task.roles[self.estimator.owner(str(call.role))].shape
+        if call.kind != "generate" or shape is None or task.workload is None:
+            return text
+        size = shape.kv_cache_elements(1) * task.settings.copy_bytes * task.workload.longest
+        return f"{text}; keys and values of one sample are {gibibytes(size)}, which stages and tp divide"
 
     def static_plans(self) -> list[ExecutionPlan]:
         """Return every plan with one layout for all calls on all ranks, with its best options."""

@@ -64,7 +64,8 @@ class Problem:
         models: Role -> its model.
         options: Values to try for the options of calls.
         memory_budget: Bytes of a device that a plan may fill.
-        is_late: Whether to stop pricing options, see `Pricing.tables`.
+        is_late: Whether to stop pricing options where every call has some, see `Pricing.tables`.
+        is_over: Whether to stop pricing options in any case.
         generation_chunks: Number of chunks in which samples go to inference on other ranks.
     """
 
@@ -77,6 +78,7 @@ class Problem:
         overlap: Overlap,
         memory_budget: int,
         is_late: Callable[[], bool],
+        is_over: Callable[[], bool] = lambda: False,
         generation_chunks: int = 1,
     ) -> None:
         dataflow = estimator.dataflow
@@ -87,7 +89,7 @@ class Problem:
         self.options, self.overlap, self.budget = options, overlap, memory_budget
         self.calls = searched_calls(estimator)
         pricing = Pricing(models=models, estimator=estimator, options=options, memory_budget=memory_budget)
-        self.tables, self.is_complete = pricing.tables(self.calls, is_late)
+        self.tables, self.is_complete = pricing.tables(self.calls, is_late, is_over)
         self.work = Work(estimator, self.calls, self.tables)
         self.schedule_builder = ScheduleBuilder(
             dataflow, [dataflow.call(call.name) for call in self.calls], 1 if overlap == "none" else generation_chunks

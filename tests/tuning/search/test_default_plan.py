@@ -7,6 +7,7 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.tuning.memory.forecast import SET_UP, forecast_memory
+from lightning_realloc.tuning.memory.least_memory import least_by_phase
+from lightning_realloc.tuning.memory.memory_model import MemoryModel
 from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
 from lightning_realloc.tuning.search.default_plan import DefaultPlan, default_plan, largest_by_phase
 from lightning_realloc.tuning.search.heuristic import heuristic_plan
@@ -120,6 +123,26 @@ def test_a_plan_that_fits_is_chosen_wherever_one_is_known_and_the_heuristic_one_
         assert (found.shortage is None) == fits
         replaced, refused = replaced + fits, refused + (not fits)
     assert min(kept, replaced, refused) >= 6, (kept, replaced, refused)
+
+
+def test_a_lower_bound_spares_forecasts_and_changes_no_choice() -> None:
+    num_without = num_with = 0
+    for task in random_tasks(16):
+        plain, bounded = Case(task), Case(task)
+        model, world_size = (
+            MemoryModel(task.dataflow, task.roles, task.settings, task.workload),
+            task.cluster.num_devices,
+        )
+        found = default_plan(
+            task, bounded.phase_bytes, world_size=world_size, least_bytes=partial(least_by_phase, model)
+        )
+        assert found == plain.planned()
+        num_without, num_with = num_without + len(plain.known), num_with + len(bounded.known)
+        assert (found.shortage is None) == (plain.planned().shortage is None)
+        for plan, sizes in plain.known.items():
+            least = least_by_phase(model, plan)
+            assert all(0 < size <= sizes[phase] for phase, size in least.items()), (plan, least, sizes)
+    assert num_with < num_without / 2, (num_with, num_without)
 
 
 def _check_options(task: PlanningTask, plan: ExecutionPlan) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from dataclasses import replace
 from typing import Any
@@ -316,3 +317,21 @@ def test_the_number_of_nodes_that_would_do_counts_checkpointing() -> None:
     fitting, fewer = (pricer(budget, cluster=f"a100-80g:{number}x4").static(1)[0] for number in (nodes, nodes - 1))
     assert not fitting.missing_bytes and fitting.plan.call("actor.train").gradient_checkpointing
     assert fewer.missing_bytes
+
+
+def test_the_error_where_nothing_fits_names_call_layout_and_parts_that_add_up() -> None:
+    with pytest.raises(NothingFitsError) as caught:
+        pricer(300 << 20, cluster="a100-80g:1x4").search(seed=0, seconds=60, clock=time.process_time, max_evaluations=1)
+    text = str(caught.value)
+    size = r"([0-9.]+) ([MG]iB)"
+    found = re.search(
+        rf"the closest of the simple plans, (actor|critic|reference|reward)\.\w+: .*?, needs {size} of the {size} in "
+        r"\S+ \((.*?)\); ",
+        text,
+    )
+    assert found is not None, text
+    mebibytes = {"MiB": 1.0, "GiB": 1024.0}
+    total, parts = float(found[2]) * mebibytes[found[3]], re.findall(size, found[6])
+    assert float(found[4]) * mebibytes[found[5]] < total and len(parts) >= 3
+    summed = sum(float(number) * mebibytes[unit] for number, unit in parts)
+    assert summed == pytest.approx(total, abs=0.02 * 1024 if "GiB" in text else 0.1)
