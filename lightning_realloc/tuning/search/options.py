@@ -20,6 +20,9 @@ from lightning_realloc.tuning.search.space import CallOptions, RankSet, call_dim
 MIN_INTERLEAVING_GAIN = 0.05
 """Least fraction of a training call's seconds that another run of blocks per stage has to save. Raising it makes
 searches shorter, and leaves more idle time in pipelines."""
+MIN_LAYOUTS = 64
+"""Layouts of a call on a number of ranks that are priced in any case; a thousand ranks have thousands. Raising it makes
+short searches of large clusters longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,9 +150,11 @@ class Pricing:
         """Return a table for each call, and whether all numbers of ranks were priced.
 
         Pricing stops when ``is_late`` returns True and every call has an option, and when ``is_over`` does. The whole
-        cluster comes first, on which calls that fit anywhere mostly fit.
+        cluster comes first, on which calls that fit anywhere mostly fit. Once it is late, a call gets options of its
+        most promising `MIN_LAYOUTS` alone.
         """
         tables: list[OptionTable] = [{} for _ in calls]
+        is_complete = True
         cluster, dataflow, only = self.estimator.cluster, self.estimator.dataflow, self.options.num_ranks
         legal = [size for size in sizes(cluster) if only in (None, size)]
         for size in sorted(legal, key=lambda size: (cluster.num_devices % size != 0, -size)):
@@ -160,13 +165,32 @@ class Pricing:
             for call in sorted(calls, key=lambda one: not one.is_home):
                 dims = call_dims(dataflow.call(call.name), self.models, size, cluster, self.options)
                 dims += self._interleaved_home(call, tables[call.home].get(size, ()))
-                found = list[Option]()
-                for one in dims:
-                    layout = layouts.setdefault(one, Layout(one, ranks))
-                    found += self._trained(call, layout) if call.kind == "train" else self._priced(call, layout)
+                layouts |= {one: Layout(one, ranks) for one in dims if one not in layouts}
+                priced: dict[ParallelDims, list[Option]] = {}
+                for layout in self._most_promising_first(call, [layouts[one] for one in dims]):
+                    if len(priced) >= MIN_LAYOUTS and is_late():
+                        is_complete = False
+                        break
+                    options = self._trained(call, layout) if call.kind == "train" else self._priced(call, layout)
+                    priced[layout.dims] = options
+                found = [option for one in dims for option in priced.get(one, ())]
                 if found:
                     tables[call.number][size] = found
-        return tables, True
+        return tables, is_complete
+
+    def _most_promising_first(self, call: SearchedCall, layouts: Sequence[Layout]) -> list[Layout]:
+        """Return layouts by the seconds of a call's first plan, whose micro-batches or slots are the smallest.
+
+        Those that have no room for it come last. The estimator keeps these prices, which all layouts need in the end.
+        """
+        if len(layouts) <= MIN_LAYOUTS:
+            return list(layouts)
+
+        def seconds(layout: Layout) -> float:
+            plans = self.options.plans(call.kind, layout)[:2]  # of training, with and without checkpointing
+            return min((option.seconds for option in self._fitting(call, layout, plans)), default=math.inf)
+
+        return sorted(layouts, key=seconds)
 
     def _interleaved_home(self, call: SearchedCall, home: Iterable[Option]) -> tuple[ParallelDims, ...]:
         """Return the interleaved degrees of a call's home, in which it needs no replica; none if it generates."""

@@ -19,7 +19,7 @@ from lightning_realloc.layout.model import ModelLayout
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
 from lightning_realloc.tuning.memory.parts import HEADROOM, MemorySettings, Workload, usable_bytes
 from lightning_realloc.tuning.search.infeasible import NothingFitsError
-from lightning_realloc.tuning.search.options import MIN_INTERLEAVING_GAIN
+from lightning_realloc.tuning.search.options import MIN_INTERLEAVING_GAIN, Pricing, searched_calls
 from lightning_realloc.tuning.search.plan_search import SearchResult, search_plan
 from lightning_realloc.tuning.search.planning_task import PlanningTask
 from lightning_realloc.tuning.search.pricing import PlanPricer
@@ -335,3 +335,24 @@ def test_the_error_where_nothing_fits_names_call_layout_and_parts_that_add_up() 
     assert float(found[4]) * mebibytes[found[5]] < total and len(parts) >= 3
     summed = sum(float(number) * mebibytes[unit] for number, unit in parts)
     assert summed == pytest.approx(total, abs=0.02 * 1024 if "GiB" in text else 0.1)
+
+
+def test_pricing_that_is_late_takes_the_most_promising_layouts_of_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_realloc.tuning.search.options.MIN_LAYOUTS", 4)
+    bench = pricer(4 << 30, cluster="a100-80g:2x4")
+    calls = searched_calls(bench.estimator)
+    pricing = Pricing(
+        models=bench.task.models,
+        estimator=bench.estimator,
+        options=bench.options,
+        memory_budget=bench.task.usable_bytes,
+    )
+    every, is_complete = pricing.tables(calls, lambda: False)
+    few, stays_complete = pricing.tables(calls, lambda: True)
+    assert is_complete and not stays_complete
+    for call, whole, part in zip(calls, every, few, strict=True):
+        assert list(part) == [8]
+        assert part[8] == [option for option in whole[8] if option.dims in {one.dims for one in part[8]}]
+        assert len({replace(option.dims, vpp=1) for option in part[8]}) <= 4
+        if call.is_timed:
+            assert min(option.seconds for option in part[8]) <= 1.2 * min(option.seconds for option in whole[8])
