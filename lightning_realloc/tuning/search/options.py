@@ -179,7 +179,7 @@ class Pricing:
         return tables, is_complete
 
     def _most_promising_first(self, call: SearchedCall, layouts: Sequence[Layout]) -> list[Layout]:
-        """Return layouts by the seconds of a call's first plan, whose micro-batches or slots are the smallest.
+        """Return layouts by the seconds of one plan of a call: of the smallest micro-batches or slots, recomputing.
 
         Those that have no room for it come last. The estimator keeps these prices, which all layouts need in the end.
         """
@@ -187,7 +187,9 @@ class Pricing:
             return list(layouts)
 
         def seconds(layout: Layout) -> float:
-            plans = self.options.plans(call.kind, layout)[:2]  # of training, with and without checkpointing
+            plans = self.options.plans(call.kind, layout)[:1]
+            if call.kind == "train" and True in self.options.gradient_checkpointing:
+                plans = (replace(plans[0], gradient_checkpointing=True),)
             return min((option.seconds for option in self._fitting(call, layout, plans)), default=math.inf)
 
         return sorted(layouts, key=seconds)

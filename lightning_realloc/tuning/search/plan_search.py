@@ -28,7 +28,8 @@ from lightning_realloc.tuning.timeline.iteration_schedule import Overlap
 MAX_EXACT_NODES = 4
 """Largest cluster for branch and bound, which tries all sets of nodes; their number grows exponentially."""
 PRICING_SHARE = 0.6
-"""Fraction of the seconds after which pricing options stops."""
+"""Fraction of the seconds after which pricing options stops. The search has the rest, also where pricing took
+longer."""
 MAX_PRICING_SHARE = 2.0
 """Times the seconds after which pricing options stops also where a call has none. Raising it tries more numbers of
 ranks for calls that do not fit on all of them."""
@@ -78,7 +79,7 @@ def search_plan(
     Args:
         models: Role -> its model.
         estimator: Has the dataflow and the cluster, too.
-        seconds: Duration of the search. Pricing the options comes first, and may take most of it on a large cluster.
+        seconds: Duration of the search. Pricing the options comes first, and may take as long again on a large cluster.
         memory_budget: Bytes of a device that plans may fill; None: all but `HEADROOM`, since forecasts have errors.
         options: Values to try for the options of calls; None: the defaults of `CallOptions`.
         max_evaluations: Most scored plans, for results that do not depend on the machine's speed; None: no limit.
@@ -114,6 +115,7 @@ def search_plan(
         is_over=lambda: progress.elapsed_s >= MAX_PRICING_SHARE * seconds,
         generation_chunks=generation_chunks,
     )
+    progress.seconds = max(seconds, progress.elapsed_s + (1 - PRICING_SHARE) * seconds)  # where pricing took longer
     return _result(problem, progress, bound=_search(problem, random.Random(seed), progress))
 
 
