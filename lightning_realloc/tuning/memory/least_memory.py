@@ -49,7 +49,7 @@ def _least_home(model: MemoryModel, plan: ExecutionPlan, role: str, ranks: Set[i
     if model.owner(role) != role:
         return 0
     home = plan.layout(model.dataflow.home_call(role).name)
-    if not ranks.issubset(home.ranks):
+    if not ranks <= set(home.ranks):
         return 0
     return min(_home_bytes(model, role, sizes, away) for sizes in _of_all_stages(model, role, home))
 
