@@ -294,7 +294,7 @@ class _Candidates:
         """Return the heuristic plan with training and inference sharded over all ranks, and generation if it is there.
 
         Args:
-            divisor: Of a device's memory, in the heuristic plan.
+            divisor: Divisor of a device's memory in the heuristic plan.
         """
         plan = heuristic(divisor)
         calls = {}
@@ -314,7 +314,7 @@ class _Candidates:
         return Layout(ParallelDims(fsdp=fsdp, cp=slices, tp=degree), self._ranks)
 
     def _offloads(self) -> tuple[tuple[str, ...], ...]:
-        """Return what plans offload: the frozen roles, then the optimizer states, too."""
+        """Return the parts to offload: the frozen roles, then the optimizer states, too."""
         flow = self._task.dataflow
         frozen = tuple(r for r in flow.roles if r not in flow.trained_roles and r not in self._sharers)
         states = tuple(role + OPTIMIZER_SUFFIX for role in flow.trained_roles)
