@@ -11,7 +11,7 @@ from lightning_realloc.tuning.search.space import legal_dims
 MAX_NODES = 512
 """Largest number of nodes that is tried for the error message; beyond, pricing a layout takes seconds."""
 NODES_STEP = 16
-"""Numbers of nodes are told apart down to one in this many."""
+"""Tried numbers of nodes differ by one in this many; more of them name a closer number."""
 
 
 class NothingFitsError(PlanError):
