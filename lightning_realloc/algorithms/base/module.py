@@ -381,9 +381,9 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
         warnings.filterwarnings("ignore", message=r".*FSDP2-wrapped module .* returned a view tensor")
         # It advises to save weights from before the step. Checkpoints of an iteration hold those after it.
         warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization and every_n_train")
-        models = self.models()
-        for role in self.packed_roles:
-            check_packable(models[role])
+        for role, model in self.models().items():
+            if role in self.packed_roles:
+                check_packable(model)
         data = getattr(self.trainer, "datamodule", None)
         for split, table in data.tables.items() if isinstance(data, RowDataModule) else ():
             self._check_token_ids(table, kinds=("generate", "infer", "train"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,8 @@ def fit_in_memory(world_size: int) -> tuple[list[str], list[str], list[str], int
             callbacks=[checkpoint], default_root_dir="memory://runs",
         )  # fmt: skip
         held_out = runs.Batches(1, responses=True, seed=7)
-        with pytest.warns() as warned:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
             fitted.fit(runs.sft(), runs.Batches(2, responses=True), held_out, ckpt_path=resume)
         caught += [str(one.message) for one in warned if "is a complete checkpoint" in str(one.message)]
         fitted.test(dataloaders=held_out, ckpt_path="best", verbose=False)
