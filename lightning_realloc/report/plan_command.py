@@ -53,6 +53,8 @@ Write = Callable[[str], object]
 """Output function, such as ``sys.stdout.write``."""
 FEASIBILITY_SEARCH_SECONDS = 2.0
 """CPU seconds of each search that only tests whether a plan fits; raising it finds tighter plans."""
+WAYS_OUT_SECONDS = 15.0
+"""CPU seconds after which an error's ways out are searched no further. Raising it names fewer devices."""
 MAX_CLUSTER_SIZES = 16
 """Maximum number of consecutive cluster sizes to test; beyond it only doubled sizes are tested."""
 EXIT_CANNOT_START = 3
@@ -90,7 +92,8 @@ def _search(request: PlanRequest, write: Write) -> bool:
     except NothingFitsError as error:
         if not error.shortage:
             raise PlanError(f"{error}{_headroom_hint(request)}") from None
-        ways_out = [*_lighter_that_fit(request), *_more_devices(task, request, error)]
+        end = time.process_time() + WAYS_OUT_SECONDS
+        ways_out = [*_lighter_that_fit(request, end), *_more_devices(task, request, error, end)]
         raise PlanError(f"{error.shortage}; {'; or '.join(ways_out)}{_headroom_hint(request)}") from None
     if request.flags.save is not None:
         _save(best, request)
@@ -116,9 +119,14 @@ def _best(pricer: PlanPricer, request: PlanRequest, seconds: float | None = None
     return pricer.search(seed=request.flags.seed or 0, seconds=seconds or request.seconds, clock=time.process_time)
 
 
-def _lighter_that_fit(request: PlanRequest) -> Iterator[str]:
-    """Yield flags of cheaper training with which a short search finds a plan that can start, with its bytes."""
+def _lighter_that_fit(request: PlanRequest, end: float) -> Iterator[str]:
+    """Yield flags of cheaper training with which a short search finds a plan that can start, with its bytes.
+
+    No search begins after ``end``, in CPU seconds of the process.
+    """
     for text, other in request.lighter():
+        if time.process_time() > end:
+            return
         try:
             best, _ = _best(_pricer(_task(other), other), other, FEASIBILITY_SEARCH_SECONDS)
         except ReallocError:  # nothing fits, or adapters do not fit the model
@@ -127,34 +135,37 @@ def _lighter_that_fit(request: PlanRequest) -> Iterator[str]:
             yield f"{text} fits with {gib(best.peak.parts.total)} a device"
 
 
-def _more_devices(task: PlanningTask, request: PlanRequest, error: NothingFitsError) -> Iterator[str]:
+def _more_devices(task: PlanningTask, request: PlanRequest, error: NothingFitsError, end: float) -> Iterator[str]:
     if error.enough_nodes is None:
         yield "no number of nodes that was tried suffices, use devices with more memory"
         return
-    nodes, each = _fewest_nodes(task, request, error.enough_nodes), task.cluster.devices_per_node
-    yield (
-        f"{nodes} x {each} such devices are the fewest tested on which a short search finds a plan, or use devices "
-        f"with that much more memory"
-    )
+    fewer, each = _fewer_nodes(task, request, error.enough_nodes, end), task.cluster.devices_per_node
+    evidence = "suffice with one layout for all calls"
+    if fewer is not None:
+        evidence = "are the fewest tested on which a short search finds a plan"
+    yield f"{fewer or error.enough_nodes} x {each} such devices {evidence}, or use devices with that much more memory"
 
 
-def _fewest_nodes(task: PlanningTask, request: PlanRequest, enough: int) -> int:
-    """Return the smallest tested number of nodes on which a short search finds a plan, at most ``enough``.
+def _fewer_nodes(task: PlanningTask, request: PlanRequest, enough: int, end: float) -> int | None:
+    """Return the smallest tested number of nodes below ``enough`` on which a short search finds a plan; None: none.
 
     Several layouts may fit where a single one does not. More nodes are not always better, because some numbers divide
-    models worse. So all numbers are tested in turn, or doubled ones if there are many.
+    models worse. So all numbers are tested in turn, or doubled ones if there are many. No search begins after ``end``,
+    in CPU seconds of the process.
     """
     here = task.cluster.num_nodes
     tried = list(range(here + 1, enough))
     if len(tried) > MAX_CLUSTER_SIZES:
         tried = [size for size in (here << power for power in range(1, enough.bit_length())) if size < enough]
     for num_nodes in tried:
+        if time.process_time() > end:
+            break
         try:
             _best(_pricer(task.on_nodes(num_nodes), request), request, FEASIBILITY_SEARCH_SECONDS)
         except NothingFitsError:
             continue
         return num_nodes
-    return enough
+    return None
 
 
 def _without_tensor_parallel(task: PlanningTask) -> str:
