@@ -1,4 +1,4 @@
-"""Lower bound on a plan's forecast, in a small part of its time, for searches that reject most of the plans they try.
+"""Bound a plan's memory from below in a millisecond, so that searches forecast only plans that may fit.
 
 The bound leaves out buffers of moves, replicas of other calls and caches that are kept, and looks at one rank of each
 pipeline stage.
@@ -6,7 +6,7 @@ pipeline stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Set
 
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import OPTIMIZER_SUFFIX, ExecutionPlan
@@ -51,11 +51,8 @@ def _least_home(model: MemoryModel, plan: ExecutionPlan, role: str, ranks: Set[i
     home = plan.layout(model.dataflow.home_call(role).name)
     if not ranks <= set(home.ranks):
         return 0
-    return min(_home_bytes(model, role, sizes, away) for sizes in _of_all_stages(model, role, home))
-
-
-def _of_all_stages(model: MemoryModel, role: str, layout: Layout) -> Iterator[RankElements]:
-    yield from model.elements[role].on_stages(layout.dims, every=True)
+    stages = model.elements[role].on_stages(home.dims, every=True)
+    return min(_home_bytes(model, role, sizes, away) for sizes in stages)
 
 
 def _home_bytes(model: MemoryModel, role: str, sizes: RankElements, away: Set[str]) -> int:

@@ -133,6 +133,8 @@ class _Candidates:
         self._per_node = min(world_size, task.cluster.devices_per_node)
         self._sharers = sharers_of(task.roles)
         self._row_tokens = task.call_options(CallOptions()).row_tokens
+        self._kinds = {call.name: call.kind for call in task.dataflow.iteration_calls if call.role is not None}
+        """Call with a model -> its kind."""
         self._phase_bytes, self._least_bytes = phase_bytes, least_bytes
         self._sizes: dict[ExecutionPlan, Mapping[str, int]] = {}
         self._least: dict[ExecutionPlan, Mapping[str, int]] = {}
@@ -233,11 +235,6 @@ class _Candidates:
     def _is_hopeless(self, too_large: Set[str]) -> bool:
         """Whether phases do not fit with the last options, of which only training calls may need less with others."""
         return any(self._kinds.get(phase) != "train" for phase in too_large)
-
-    @property
-    def _kinds(self) -> dict[str, str]:
-        """Call with a model -> its kind."""
-        return {call.name: call.kind for call in self._task.dataflow.iteration_calls if call.role is not None}
 
     def _options(self, plan: ExecutionPlan, name: str, min_slots: int) -> list[CallPlan]:
         """Return the plans of a call in its layout, the fastest first."""
