@@ -1,9 +1,11 @@
-"""Bytes and seconds of a training step of a mixture of experts, gathered by FSDP or divided over 2 and 4 ranks.
+"""Bytes and seconds of a training step of a mixture of experts: gathered by FSDP, divided by ``ep``, and cut by ``tp``.
 
-A random Mixtral reads one response on each of four CPU ranks, and computes the gradients of its log-probabilities.
-``sent_bytes`` are the rows that ranks of ``ep`` send to others in both directions of both passes, counted where they
-are sent; ``expected_bytes`` follow from tokens, experts per token and width, if the router is even. ``gathered_bytes``
-are the experts that a rank does not hold and FSDP gathers, in both passes. Peaks are of live tensors, without weights.
+A random Mixtral reads four responses on four CPU ranks, one for each rank, and computes the gradients of their
+log-probabilities. Ranks of ``tp`` share their responses. ``sent_bytes`` are what a rank sends of activations and their
+gradients, counted where they are sent: with ``ep`` rows to the ranks of experts and back, with ``tp`` its part of sums
+over ranks, as a ring sends them. ``expected_bytes`` follow from tokens and width, with ``ep`` for an even router.
+``gathered_bytes`` are the experts that a rank does not hold and FSDP gathers, in both passes. Peaks are of live
+tensors, without weights.
 
 Run ``python -m benchmarks.experts``.
 """
@@ -19,11 +21,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.harness import BenchmarkReport, make_parser
 from benchmarks.ranks import answer_of_first_rank, max_over_ranks, turns_within
 
-LAYOUTS = ("fsdp4", "fsdp4.ep2", "fsdp4.ep4")
+LAYOUTS = ("fsdp4", "fsdp4.ep2", "fsdp4.ep4", "fsdp2.tp2")
 WORLD_SIZE = 4
 FLOAT_BYTES = 4
 MOST_APART = 0.1
@@ -67,13 +70,18 @@ class Step:
     """Mean over ranks."""
 
 
-def expected_bytes(work: Workload, ep: int) -> float:
-    """Return the bytes that a rank sends to other ranks if each expert gets equally many tokens.
+def expected_bytes(work: Workload, *, ep: int, tp: int) -> float:
+    """Return the bytes of activations and their gradients that a rank sends.
 
-    A layer sends each pair of token and expert away and back, and the same gradients.
+    Under ``ep``, a layer sends each pair of token and expert away and back, and the same gradients; each expert gets
+    equally many. Under ``tp``, attention and experts of a layer sum their outputs and the gradients of their inputs,
+    the head the gradient of its input, and the embedding its output; a ring sends each sum twice, but for a rank's own
+    part.
     """
     pairs = work.tokens * work.experts_per_token
-    return 4 * work.num_layers * pairs * work.hidden_size * FLOAT_BYTES * (ep - 1) / ep
+    exchanged = 4 * work.num_layers * pairs * (ep - 1) / ep
+    summed = (4 * work.num_layers + 2) * tp * work.tokens * 2 * (tp - 1) / tp
+    return (exchanged + summed) * work.hidden_size * FLOAT_BYTES
 
 
 def run_steps(work: Workload) -> dict[str, Step]:
@@ -104,7 +112,9 @@ class _Arm:
         model = _mixture(work)
         self._placed = ModelLayout(describe_model(model, max_tp=1), layout)
         self._model = parallelize(model, self._placed, meshes)
-        self._work, self._rank, self._batch = work, meshes.rank, _row(work, meshes.rank)
+        tp, self._rank = layout.dims.tp, meshes.rank
+        share = self._rank // tp
+        self._work, self._batch = work, _rows(work, range(share * tp, (share + 1) * tp))
         self._seconds: list[float] = []
 
     def observe(self) -> None:
@@ -115,7 +125,7 @@ class _Arm:
         meter.start()
         before = meter.current_bytes
         try:
-            with _counted_rows() as sent:
+            with _counted_bytes(self._placed.layout.dims.tp) as sent:
                 self._loss = self._step()
         finally:
             meter.stop()
@@ -135,10 +145,11 @@ class _Arm:
         means = torch.tensor([self._loss, self._sent_bytes], dtype=torch.float64)
         dist.all_reduce(means)
         loss, sent = (means / WORLD_SIZE).tolist()
+        dims = self._placed.layout.dims
         return Step(
             seconds=median(self._seconds),
             sent_bytes=sent,
-            expected_bytes=expected_bytes(self._work, self._placed.layout.dims.ep),
+            expected_bytes=expected_bytes(self._work, ep=dims.ep, tp=dims.tp),
             gathered_bytes=int(max_over_ranks(2 * FLOAT_BYTES * self._num_gathered())),
             peak_bytes=int(max_over_ranks(self._peak_bytes)),
             loss=loss,
@@ -163,23 +174,27 @@ class _Arm:
 
 
 @contextmanager
-def _counted_rows() -> Iterator[list[int]]:
-    """Record the bytes of rows that this rank sends to others by all-to-all with sizes."""
+def _counted_bytes(tp: int) -> Iterator[list[float]]:
+    """Record the bytes that this rank sends to others by all-to-all with sizes, and by sums over ``tp`` ranks."""
     import torch.distributed as dist
 
-    sent, exchange = [], dist.all_to_all_single
+    from lightning_realloc.runtime.forward.peer_group import PeerGroup
 
-    def counted(output: Any, rows: Any, received: Any = None, sizes: Any = None, group: Any = None) -> Any:
+    sent: list[float] = []
+    exchange, add_up = dist.all_to_all_single, PeerGroup.sum
+
+    def exchanged(output: Any, rows: Any, received: Any = None, sizes: Any = None, group: Any = None) -> Any:
         if sizes is not None:
             to_others = sum(sizes) - sizes[dist.get_rank(group)]
             sent.append(to_others * rows[0].nbytes if len(rows) else 0)
         return exchange(output, rows, received, sizes, group=group)
 
-    dist.all_to_all_single = counted
-    try:
+    def added_up(group: PeerGroup, tensor: Any) -> Any:
+        sent.append(2 * (tp - 1) / tp * tensor.nbytes)
+        return add_up(group, tensor)
+
+    with patch.object(dist, "all_to_all_single", exchanged), patch.object(PeerGroup, "sum", added_up):
         yield sent
-    finally:
-        dist.all_to_all_single = exchange
 
 
 def _mixture(work: Workload) -> Any:
@@ -195,16 +210,17 @@ def _mixture(work: Workload) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
 
 
-def _row(work: Workload, rank: int) -> Any:
+def _rows(work: Workload, seeds: range) -> Any:
+    """Return a pack with a random row for each seed."""
     import torch
 
     from lightning_realloc.batch.packing import pack
     from lightning_realloc.batch.ragged import Ragged
     from lightning_realloc.batch.samples import Samples
 
-    ids = torch.randint(0, 256, (work.tokens,), generator=torch.Generator().manual_seed(rank))
-    columns = {"prompt_ids": Ragged.from_list([ids[:1]]), "response_ids": Ragged.from_list([ids[1:]])}
-    return pack(Samples(torch.arange(1), columns))
+    rows = [torch.randint(0, 256, (work.tokens,), generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    prompts, responses = (Ragged.from_list([row[part] for row in rows]) for part in (slice(1), slice(1, None)))
+    return pack(Samples(torch.arange(len(rows)), {"prompt_ids": prompts, "response_ids": responses}))
 
 
 def fill(report: BenchmarkReport, steps: Mapping[str, Step]) -> None:

@@ -14,8 +14,14 @@ from tests.workers import WorkerPool
 def test_an_even_router_sends_all_pairs_but_those_of_the_ranks_own_experts() -> None:
     work = replace(TINY, tokens=10, experts_per_token=2, hidden_size=3, num_layers=2)
     # 20 pairs of 3 floats, of which three quarters leave the rank, away and back in two passes through two layers.
-    assert expected_bytes(work, 4) == 20 * 3 * 4 * 3 / 4 * 2 * 2 * 2
-    assert expected_bytes(work, 1) == 0
+    assert expected_bytes(work, ep=4, tp=1) == 20 * 3 * 4 * 3 / 4 * 2 * 2 * 2
+    assert expected_bytes(work, ep=1, tp=1) == 0
+
+
+def test_a_ring_sends_the_sums_of_four_tensors_a_layer_and_two_more() -> None:
+    work = replace(TINY, tokens=10, hidden_size=3, num_layers=2)
+    # Two ranks share 20 tokens of 3 floats; of each of 10 sums a rank sends half, and half of the total.
+    assert expected_bytes(work, ep=1, tp=2) == 10 * (20 * 3 * 4)
 
 
 def test_losses_bytes_and_peaks_are_compared() -> None:
