@@ -1,35 +1,16 @@
-"""Command line of ``lightning-realloc plan``: flags, defaults and contradictions."""
+"""Validated request of a command line of ``lightning-realloc plan``, with its default models."""
 
 from __future__ import annotations
 
-import argparse
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ArgumentParser
 
-from lightning_realloc.algorithms import (
-    DPO,
-    GRPO,
-    KTO,
-    ORPO,
-    PPO,
-    RLOO,
-    SFT,
-    BestOfN,
-    OnlineDPO,
-    PolicyGradient,
-    ReinforcePlusPlus,
-    ReMax,
-    RewardModel,
-)
+from lightning_realloc.algorithms import PolicyGradient
 from lightning_realloc.algorithms.base.adapters import AdapterSource
-from lightning_realloc.algorithms.base.module import MultiModelModule
 from lightning_realloc.algorithms.rollout.partner_roles import has_own_model
 from lightning_realloc.algorithms.rollout.reward_sources import is_further
 from lightning_realloc.dataflow.dataflow import Dataflow
@@ -37,97 +18,24 @@ from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.limits import DEFAULT_MICRO_BATCH_TOKENS
 from lightning_realloc.remote_path import expand_home
+from lightning_realloc.report.plan_flags import (
+    ALGORITHMS,
+    DEFAULT_SEARCH_SECONDS,
+    ROLES,
+    parse_flags,
+    plan_parser,
+    refuse_contradictions,
+)
 from lightning_realloc.tuning.memory.parts import HEADROOM, Workload, parse_bytes
 
-ALGORITHMS: dict[str, type[MultiModelModule]] = {
-    "grpo": GRPO,
-    "ppo": PPO,
-    "sft": SFT,
-    "dpo": DPO,
-    "kto": KTO,
-    "orpo": ORPO,
-    "reward": RewardModel,
-    "rloo": RLOO,
-    "reinforce++": ReinforcePlusPlus,
-    "remax": ReMax,
-    "best-of-n": BestOfN,
-    "online-dpo": OnlineDPO,
-}
-"""Names for ``--algorithm``."""
-ROLES = ("actor", "critic", "reference", "reward")
-"""Roles with flags of their own."""
-PLAN_HELP = (
-    "Find the best plan for models and a cluster that need not be there (default). Or compare plans (--compare), show "
-    "how time and cost grow (--sweep), or show the memory that a plan needs on every rank (--check). It reads "
-    "configurations alone: no device, no weights."
-)
 _LORA_OPTIONS = frozenset({"peft_type", "r", "target_modules", "lora_alpha"})
 """Options that distinguish a LoRA configuration from a mapping of roles."""
 _SUGGESTED_PEFT = "{r: 16, target_modules: all-linear}"
 _PEFT_EXAMPLE = f"as in --peft '{_SUGGESTED_PEFT}', or --peft '{{critic: {{r: 8}}}}' for single roles"
 NO_MODEL = "none"
 """Model name that leaves a role out."""
-DEFAULT_SEARCH_SECONDS = 10.0
-"""Default CPU seconds of one search; raising it finds better plans for large clusters."""
 MAX_DEVICES = 4096
 """Maximum size of a cluster in devices: pricing 1,024 takes a minute and half a gigabyte of host memory."""
-
-
-def plan_parser() -> ArgumentParser:
-    """Return the parser of ``lightning-realloc plan``."""
-    parser = ArgumentParser(prog="lightning-realloc plan", description=PLAN_HELP, exit_on_error=False)
-    model = "a Hugging Face name, a folder or config.json, or a shape: layers=32,hidden=4096,intermediate=14336,..."
-    add = parser.add_argument
-    add("--algorithm", type=str, default="grpo", help=f"One of {', '.join(ALGORITHMS)}.")
-    add("--actor", type=str, default=None, help=f"Policy: {model}")
-    add("--critic", type=str, default=None, help="Default: as --reward, else as --actor.")
-    add("--reference", type=str, default=None, help='Default: as --actor, for grpo "none", which leaves it out.')
-    add(
-        "--reward",
-        type=str,
-        default=None,
-        help='Default: as --critic; "none" for reward functions. Further ones: --model reward_2=...',
-    )
-    add(
-        "--model",
-        action="append",
-        type=str,
-        default=[],
-        metavar="ROLE=MODEL",
-        help="Model of any role. If only --model is used, no role has a default model.",
-    )
-    add(
-        "--peft",
-        type=str,
-        default=None,
-        metavar="CONFIG",
-        help="Adapters of trained roles, as an algorithm's peft_config: a mapping in YAML, as in "
-        "'{r: 16, target_modules: all-linear}', one of these for each role, or a folder of saved ones.",
-    )
-    add("--cluster", type=str, default=None, help='Devices, as in "h100:2x8" (nodes x devices); --check works without.')
-    add("--memory-per-device", type=str, default=None, help='Memory of a device, as in "24GiB"; overrides --cluster.')
-    add(
-        "--headroom",
-        type=float,
-        default=None,
-        help=f"Share of this memory that found plans leave free, since forecasts err; {HEADROOM:g}.",
-    )
-    add("--precision", type=str, default="bf16-mixed", help="bf16-mixed, bf16-true or 32-true.")
-    add("--prompt-length", type=int, default=512, help="Tokens of the longest prompt.")
-    add("--response-length", type=int, default=1024, help="Tokens of the longest response.")
-    add("--batch", type=int, default=64, help="Sequences of an iteration: prompts times responses.")
-    add("--responses-per-prompt", type=int, default=1, help="Responses that share a prompt's prefill.")
-    add("--num-minibatches", type=int, default=1, help="Optimizer steps of an iteration.")
-    add("--generation-chunks", type=int, default=1, help="Chunks of samples, as in ReallocStrategy.")
-    add("--micro-batch-tokens", type=int, default=None, help="For plans of --check or --compare that set none: 8192.")
-    add("--seconds", type=float, default=None, help=f"CPU seconds of search at each size; {DEFAULT_SEARCH_SECONDS:g}.")
-    add("--seed", type=int, default=None, help="Seed of the search (default: 0).")
-    add("--save", type=expand_home, default=None, metavar="PLAN.YAML", help="File for the best plan.")
-    add("--price-per-gpu-hour", type=float, default=None, help="Price of a device per hour.")
-    add("--sweep", type=str, default=None, metavar="nodes=1,2,4", help="Search at several sizes.")
-    add("--compare", type=str, nargs=2, default=None, metavar=("A.YAML", "B.YAML"), help="Price two plans.")
-    add("--check", type=str, default=None, metavar="PLAN.YAML", help="Show a plan's memory; fail if it does not fit.")
-    return parser
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,15 +99,8 @@ def parse_request(arguments: Sequence[str]) -> PlanRequest:
         PlanError: for unknown, contradictory or missing flags.
         LayoutError: for an unknown cluster.
     """
-    parser = plan_parser()
-    try:
-        flags = parser.parse_args(list(arguments))
-    except argparse.ArgumentError as error:
-        unknown = re.search(r"unrecognized arguments: (--[\w-]+)", str(error))
-        near = get_close_matches(unknown[1], parser._option_string_actions, n=1) if unknown else ()
-        meant = f"did you mean {near[0]}? " if near else ""
-        raise PlanError(f"{error}; {meant}lightning-realloc plan --help lists all flags") from None
-    _refuse_contradictions(flags)
+    flags = parse_flags(plan_parser(), arguments)
+    refuse_contradictions(flags)
     if flags.algorithm not in ALGORITHMS:
         raise PlanError(f"--algorithm={flags.algorithm} is not one of {', '.join(ALGORITHMS)}")
     sources = _sources(flags)
@@ -242,59 +143,6 @@ def _refuse_too_many(cluster: ClusterSpec | None, sweep: Sequence[int]) -> None:
             f"{num_devices:,} devices are more than the maximum of {MAX_DEVICES:,} for a search; use fewer nodes, "
             f"and run several such clusters side by side"
         )
-
-
-# ---- contradictions
-_MODES = ("check", "compare", "sweep")
-_COUNTS = ["batch", "prompt_length", "response_length", "responses_per_prompt", "num_minibatches", "generation_chunks"]
-_UNUSED_FLAGS: dict[str, tuple[str, ...]] = {
-    "search": ("micro_batch_tokens",),
-    "check": ("save", "seconds", "seed", "price_per_gpu_hour", "headroom"),
-    "compare": ("save", "seconds", "seed", "headroom"),
-    "sweep": ("micro_batch_tokens", "save"),
-}
-"""Mode -> flags that it does not use."""
-_MODE_ADVICE = {
-    "search": "it chooses the best value, and --check and --compare use it where a plan sets none",
-    "check": "it neither searches nor prices: remove one",
-    "compare": "it does not search: remove one",
-    "sweep": "it finds the best plan of each size; remove one",
-}
-
-
-def _refuse_contradictions(flags: Any) -> None:
-    modes = [mode for mode in _MODES if flags[mode] is not None]
-    if len(modes) > 1:
-        raise PlanError(f"--{modes[0]} and --{modes[1]} are two modes; run them one after the other")
-    mode = modes[0] if modes else "search"
-    for name in _UNUSED_FLAGS[mode]:
-        if flags[name] is not None:
-            subject = f"--{mode}" if modes else "a search"
-            raise PlanError(f"--{name.replace('_', '-')} does not apply to {subject}: {_MODE_ADVICE[mode]}")
-    if flags.cluster is None and modes != ["check"]:
-        raise PlanError("--cluster is missing, but times depend on it; as in --cluster h100:2x8 (nodes x devices)")
-    if flags.headroom is not None and not 0 <= flags.headroom < 1:
-        raise PlanError(f"--headroom={flags.headroom:g} is a share of a device's memory; it must lie in [0, 1)")
-    for name in ("seconds", "price_per_gpu_hour"):
-        value = flags[name]
-        if value is not None and not 0 < value < float("inf"):
-            raise PlanError(f"--{name.replace('_', '-')}={value:g} must be a positive number")
-    for name in _COUNTS:
-        if flags[name] < 1:
-            raise PlanError(f"--{name.replace('_', '-')}={flags[name]} must be at least 1")
-    if flags.num_minibatches > flags.batch:
-        raise PlanError(
-            f"--num-minibatches={flags.num_minibatches} divides the --batch={flags.batch} responses of an iteration; "
-            f"use at most {flags.batch}"
-        )
-    each = flags.responses_per_prompt
-    if flags.batch % each:
-        raise PlanError(
-            f"--batch={flags.batch} is a number of responses and must be a multiple of --responses-per-prompt={each}; "
-            f"use {-(-flags.batch // each) * each}"
-        )
-    if flags.save is not None and (not Path(flags.save).parent.is_dir() or Path(flags.save).is_dir()):
-        raise PlanError(f"--save={flags.save}: no file can be written there; name one in a folder that exists")
 
 
 def _headroom(flags: Any) -> float:

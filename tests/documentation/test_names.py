@@ -21,7 +21,7 @@ from lightning_realloc.algorithms.losses.advantages import ADVANTAGES
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage
 from lightning_realloc.algorithms.losses.policy_losses import PolicyLossName, RatioLevel
 from lightning_realloc.commands.short_run import COMMANDS, short_parser, split_arguments
-from lightning_realloc.report.plan_request import plan_parser
+from lightning_realloc.report.plan_flags import plan_parser
 from lightning_realloc.setting_hints import ALGORITHM_HINTS, settings_of
 from tests.documentation.pages import PAGES, ROOT, examples
 from tests.every_algorithm import ALGORITHMS
