@@ -6,7 +6,7 @@ distribution at each position. So the student learns on the states that it visit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
 from pathlib import Path
@@ -114,14 +114,19 @@ class OnPolicyDistillation(PolicyModule):
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
         """Return the calls without the reference, with the teacher's call for the divergence."""
-        calls = [call for call in super().calls() if call.role != "reference"]
+        calls = _without_reference(super().calls())
         if self._is_sampled:
-            return tuple(calls)
+            return calls
         changes: dict[str, dict[str, Any]] = {
             "teacher.infer": {"method": "read_teacher", "produces": ("teacher_states",)},
             "actor.train": {"needs": ("rollout", "teacher_states")},
         }
         return tuple(replace(call, **changes.get(call.name, {})) for call in calls if call.name != "measure")
+
+    @classmethod
+    def calls_for(cls, roles: Sequence[str]) -> tuple[ModelFunctionCall, ...]:
+        """Return the calls without the reference, which distillation has none of."""
+        return _without_reference(super().calls_for(roles))
 
     def configure_model(self) -> None:
         """Build the models after a check of their vocabularies; store the teacher's head if needed."""
@@ -182,6 +187,10 @@ class OnPolicyDistillation(PolicyModule):
         """Return the mean divergence in nats per response, if it was estimated, and response lengths."""
         found = {"reverse_kl": samples.tensor("reverse_kl").mean()} if "reverse_kl" in samples else {}
         return found | response_summary(samples)
+
+
+def _without_reference(calls: Sequence[ModelFunctionCall]) -> tuple[ModelFunctionCall, ...]:
+    return tuple(call for call in calls if call.role != "reference")
 
 
 def _head_of(teacher: Any) -> TeacherHead:

@@ -21,6 +21,8 @@ from lightning_realloc.algorithms import (
     SFT,
     BestOfN,
     OnlineDPO,
+    OnPolicyDistillation,
+    ProcessReward,
     ReinforcePlusPlus,
     ReMax,
     RewardModel,
@@ -38,14 +40,16 @@ ALGORITHMS: dict[str, type[MultiModelModule]] = {
     "kto": KTO,
     "orpo": ORPO,
     "reward": RewardModel,
+    "process-reward": ProcessReward,
     "rloo": RLOO,
     "reinforce++": ReinforcePlusPlus,
     "remax": ReMax,
     "best-of-n": BestOfN,
     "online-dpo": OnlineDPO,
+    "distillation": OnPolicyDistillation,
 }
 """Names for ``--algorithm``."""
-ROLES = ("actor", "critic", "reference", "reward")
+ROLES = ("actor", "critic", "reference", "reward", "teacher")
 """Roles with flags of their own."""
 PLAN_HELP = (
     "Find the best plan for models and a cluster that need not be there (default). Or compare plans (--compare), show "
@@ -71,6 +75,7 @@ def plan_parser() -> ArgumentParser:
         default=None,
         help='Default: as --critic; "none" for reward functions. Further ones: --model reward_2=...',
     )
+    add("--teacher", type=str, default=None, help="Model that distillation learns from; it has no default.")
     add(
         "--model",
         action="append",

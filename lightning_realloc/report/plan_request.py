@@ -205,6 +205,8 @@ def _sources(flags: Any) -> dict[str, str]:
     for role in everything.trained_roles:
         if sources.get(role, NO_MODEL) == NO_MODEL:
             raise PlanError(f"{flags.algorithm} trains its {role}, which has no model; add --{role} Qwen/Qwen3-0.6B")
+    if "teacher" in everything.roles and sources.get("teacher", NO_MODEL) == NO_MODEL:
+        raise PlanError(f"{flags.algorithm} learns from a teacher, which has no model; add --teacher Qwen/Qwen3-8B")
     return {role: sources[role] for role in everything.roles if sources.get(role, NO_MODEL) != NO_MODEL}
 
 

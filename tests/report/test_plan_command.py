@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, Qwen3Config
 
-from lightning_realloc import GRPO, PPO, cli
+from lightning_realloc import GRPO, PPO, OnPolicyDistillation, cli
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ReallocError
 from lightning_realloc.report import plan_command
@@ -269,6 +269,18 @@ def test_a_check_refuses_what_a_run_refuses_before_it_builds_models(tmp_path: Pa
     recurrent = refused("--check", str(plan), "--actor", str(tmp_path))
     assert "MambaForCausalLM cannot run packed sequences: its layers ['linear_attention'] may let" in recurrent
     assert "activation_offload" in refused("--check", str(plan), "--actor", TINY, "--cluster", "cpu:1x2")
+
+
+def test_distillation_has_a_teacher_and_no_reference() -> None:
+    common = ("--algorithm", "distillation", "--actor", SMALLER, "--cluster", "h100:1x2")
+    request = parse_request([*common, "--teacher", TINY])
+    run = OnPolicyDistillation(parse_shape(SMALLER), parse_shape(TINY))
+    assert request.dataflow == run.dataflow
+    assert request.sources == {"actor": SMALLER, "teacher": TINY}
+    assert "distillation learns from a teacher, which has no model; add --teacher" in refused(*common)
+    assert "distillation has no role 'reference'; it has actor, teacher" in refused(
+        *common, "--teacher", TINY, "--reference", TINY
+    )
 
 
 def test_roles_have_the_defaults_of_the_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
