@@ -27,7 +27,7 @@ OPTIMIZER_SUFFIX = ".optimizer"
 """Suffix of a trained role's name in ``offload``; it stands for the state of the role's optimizer."""
 
 
-_IN_A_CONFIGURATION = "; of a configuration of `fit`, save trainer.strategy.init_args.plan in a file of its own"
+_IN_A_CONFIGURATION = "; `plan --config` reads a configuration of `fit`; elsewhere, save its plan in a file of its own"
 _OF_TOKENS = (
     "runs one token of a row at a time; train and infer with {axis}, generate with dp (or with tp, which also divides "
     "long prompts and their keys), fsdp or pp"

@@ -13,7 +13,6 @@ from functools import partial
 
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError, ReallocError
-from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.report.formats import gib
 from lightning_realloc.report.model_source import read_roles
 from lightning_realloc.report.plan_comparison import (
@@ -24,6 +23,7 @@ from lightning_realloc.report.plan_comparison import (
     money,
     sweep_table,
 )
+from lightning_realloc.report.plan_flags import OWN_PLAN
 from lightning_realloc.report.plan_report import (
     MAX_STATIC_PLANS,
     ROOFLINE_NOTE,
@@ -236,9 +236,9 @@ def _sweep(request: PlanRequest, write: Write) -> bool:
 def check_plan(request: PlanRequest, write: Write) -> None:
     """Write the memory table of a plan; PlanError, after the table, if the plan does not fit."""
     flow, workload = request.dataflow, request.workload
-    plan = _load_plan(request.flags.check, request).completed(flow)
+    plan = _plan_to_check(request).completed(flow)
     world_size = 1 + max(rank for layout in plan.layouts for rank in layout.ranks)
-    plan.check(flow, world_size if request.cluster is None else request.cluster.num_devices)
+    plan.check(flow, request.num_devices or world_size)
     roles = _roles(request, is_priced=False)
     plan.check_models(flow, {name: role.model for name, role in roles.items()})
 
@@ -251,6 +251,8 @@ def check_plan(request: PlanRequest, write: Write) -> None:
                 yield text, partial(forecast, other, _roles(other, is_priced=False))
 
     current, budget = partial(forecast, request, roles), request.memory_budget
+    if request.run is not None:
+        write(f"{request.flags.algorithm} of {request.run.files}\n{_setting(request)}\n")
     write(f"{current(plan).summary()}\n")
     excess = None if budget is None else find_excess(flow, plan, current, budget_bytes=budget, lighter=lighter)
     if excess is not None:
@@ -258,6 +260,15 @@ def check_plan(request: PlanRequest, write: Write) -> None:
 
 
 # ---- shared by all modes
+def _plan_to_check(request: PlanRequest) -> ExecutionPlan:
+    if request.flags.check != OWN_PLAN:
+        return _load_plan(request.flags.check, request)
+    assert request.run is not None, "--check without a file is refused without --config"
+    plan = request.run.plan()
+    refuse_offload_without_gpu(plan, "cpu" if request.is_cpu else "cuda")
+    return plan
+
+
 def _load_plan(file: str, request: PlanRequest) -> ExecutionPlan:
     plan = ExecutionPlan.load(file)
     refuse_offload_without_gpu(plan, "cpu" if request.is_cpu else "cuda")
@@ -308,19 +319,21 @@ def _pricer(task: PlanningTask, request: PlanRequest) -> PlanPricer:
 
 
 def _setting(request: PlanRequest) -> str:
-    load, cluster = request.workload, request.cluster
-    assert isinstance(cluster, ClusterSpec), "only a check needs no cluster"
+    load = request.workload
     by_model: dict[str, list[str]] = {}
     for role, source in request.sources.items():
         by_model.setdefault(source, []).append(role)
     models = "; ".join(f"{', '.join(roles)}: {source}" for source, roles in by_model.items())
-    adapted = f"  adapters in {', '.join(request.adapters)}: {request.flags.peft}\n" if request.adapters else ""
-    return (
-        f"  {models}\n{adapted}"
-        f"  {load.num_sequences} sequences of {load.prompt_tokens} + {load.response_tokens} tokens, "
-        f"{request.flags.precision}, {gib(request.memory_budget or 0)} a device{_headroom(request)}\n"
-        f"  {ROOFLINE_NOTE}\n"
-    )
+    device = "" if request.memory_budget is None else f", {gib(request.memory_budget)} a device{_headroom(request)}"
+    lines = [
+        models,
+        *([f"adapters in {', '.join(request.adapters)}: {request.flags.peft}"] if request.adapters else []),
+        f"{load.num_sequences} sequences of {load.prompt_tokens} + {load.response_tokens} tokens, "
+        f"{request.flags.precision}{device}",
+        *request.notes,
+        *([ROOFLINE_NOTE] if request.flags.check is None else []),
+    ]
+    return "".join(f"  {line}\n" for line in lines)
 
 
 def _headroom(request: PlanRequest) -> str:

@@ -56,6 +56,8 @@ PLAN_HELP = (
     "how time and cost grow (--sweep), or show the memory that a plan needs on every rank (--check). It reads "
     "configurations alone: no device, no weights."
 )
+OWN_PLAN = ""
+"""Value of ``--check`` without a file."""
 DEFAULT_SEARCH_SECONDS = 10.0
 """Default CPU seconds of one search; raising it finds better plans for large clusters."""
 
@@ -63,6 +65,45 @@ DEFAULT_SEARCH_SECONDS = 10.0
 def plan_parser() -> ArgumentParser:
     """Return the parser of ``lightning-realloc plan``."""
     parser = ArgumentParser(prog="lightning-realloc plan", description=PLAN_HELP, exit_on_error=False)
+    add = parser.add_argument
+    add(
+        "--config",
+        action="append",
+        type=str,
+        default=[],
+        metavar="RUN.YAML",
+        help="A configuration of `fit`, which gives algorithm, models, batch, lengths, precision, devices and plan. "
+        "Flags take precedence.",
+    )
+    _add_model_flags(parser)
+    add("--cluster", type=str, default=None, help='Devices, as in "h100:2x8" (nodes x devices); --check works without.')
+    add("--memory-per-device", type=str, default=None, help='Memory of a device, as in "24GiB"; overrides --cluster.')
+    add(
+        "--headroom",
+        type=float,
+        default=None,
+        help=f"Share of this memory that found plans leave free, since forecasts err; {HEADROOM:g}.",
+    )
+    _add_workload_flags(parser)
+    add("--seconds", type=float, default=None, help=f"CPU seconds of search at each size; {DEFAULT_SEARCH_SECONDS:g}.")
+    add("--seed", type=int, default=None, help="Seed of the search (default: 0).")
+    add("--save", type=expand_home, default=None, metavar="PLAN.YAML", help="File for the best plan.")
+    add("--price-per-gpu-hour", type=float, default=None, help="Price of a device per hour.")
+    add("--sweep", type=str, default=None, metavar="nodes=1,2,4", help="Search at several sizes.")
+    add("--compare", type=str, nargs=2, default=None, metavar=("A.YAML", "B.YAML"), help="Price two plans.")
+    add(
+        "--check",
+        type=str,
+        nargs="?",
+        const=OWN_PLAN,
+        default=None,
+        metavar="PLAN.YAML",
+        help="Show a plan's memory; fail if it does not fit. Without a file: the plan of --config.",
+    )
+    return parser
+
+
+def _add_model_flags(parser: ArgumentParser) -> None:
     model = "a Hugging Face name, a folder or config.json, or a shape: layers=32,hidden=4096,intermediate=14336,..."
     add = parser.add_argument
     add("--algorithm", type=str, default="grpo", help=f"One of {', '.join(ALGORITHMS)}.")
@@ -92,14 +133,10 @@ def plan_parser() -> ArgumentParser:
         help="Adapters of trained roles, as an algorithm's peft_config: a mapping in YAML, as in "
         "'{r: 16, target_modules: all-linear}', one of these for each role, or a folder of saved ones.",
     )
-    add("--cluster", type=str, default=None, help='Devices, as in "h100:2x8" (nodes x devices); --check works without.')
-    add("--memory-per-device", type=str, default=None, help='Memory of a device, as in "24GiB"; overrides --cluster.')
-    add(
-        "--headroom",
-        type=float,
-        default=None,
-        help=f"Share of this memory that found plans leave free, since forecasts err; {HEADROOM:g}.",
-    )
+
+
+def _add_workload_flags(parser: ArgumentParser) -> None:
+    add = parser.add_argument
     add("--precision", type=str, default="bf16-mixed", help="bf16-mixed, bf16-true or 32-true.")
     add("--prompt-length", type=int, default=512, help="Tokens of the longest prompt.")
     add("--response-length", type=int, default=1024, help="Tokens of the longest response.")
@@ -108,20 +145,16 @@ def plan_parser() -> ArgumentParser:
     add("--num-minibatches", type=int, default=1, help="Optimizer steps of an iteration.")
     add("--generation-chunks", type=int, default=1, help="Chunks of samples, as in ReallocStrategy.")
     add("--micro-batch-tokens", type=int, default=None, help="For plans of --check or --compare that set none: 8192.")
-    add("--seconds", type=float, default=None, help=f"CPU seconds of search at each size; {DEFAULT_SEARCH_SECONDS:g}.")
-    add("--seed", type=int, default=None, help="Seed of the search (default: 0).")
-    add("--save", type=expand_home, default=None, metavar="PLAN.YAML", help="File for the best plan.")
-    add("--price-per-gpu-hour", type=float, default=None, help="Price of a device per hour.")
-    add("--sweep", type=str, default=None, metavar="nodes=1,2,4", help="Search at several sizes.")
-    add("--compare", type=str, nargs=2, default=None, metavar=("A.YAML", "B.YAML"), help="Price two plans.")
-    add("--check", type=str, default=None, metavar="PLAN.YAML", help="Show a plan's memory; fail if it does not fit.")
-    return parser
 
 
-def parse_flags(parser: ArgumentParser, arguments: Sequence[str]) -> Namespace:
-    """Return the flags of a command line. Raises PlanError for unknown ones, with the nearest known one."""
+def parse_flags(parser: ArgumentParser, arguments: Sequence[str], *, defaults: bool = True) -> Namespace:
+    """Return the flags of a command line, with the ``defaults`` of others.
+
+    Raises:
+        PlanError: for unknown flags, with the nearest known one.
+    """
     try:
-        return parser.parse_args(list(arguments))
+        return parser.parse_args(list(arguments), defaults=defaults)
     except argparse.ArgumentError as error:
         unknown = re.search(r"unrecognized arguments: (--[\w-]+)", str(error))
         near = get_close_matches(unknown[1], parser._option_string_actions, n=1) if unknown else ()
@@ -156,6 +189,8 @@ def refuse_contradictions(flags: Any) -> None:
         if flags[name] is not None:
             subject = f"--{mode}" if modes else "a search"
             raise PlanError(f"--{name.replace('_', '-')} does not apply to {subject}: {_MODE_ADVICE[mode]}")
+    if flags.check == OWN_PLAN and not flags.config:
+        raise PlanError("--check without a file checks the plan of a configuration; add --config RUN.YAML, or a file")
     if flags.cluster is None and modes != ["check"]:
         raise PlanError("--cluster is missing, but times depend on it; as in --cluster h100:2x8 (nodes x devices)")
     if flags.headroom is not None and not 0 <= flags.headroom < 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from lightning_realloc.report.plan_flags import (
     plan_parser,
     refuse_contradictions,
 )
+from lightning_realloc.report.run_file import RunFile, planned_run, read_content
 from lightning_realloc.tuning.memory.parts import HEADROOM, Workload, parse_bytes
 
 _LORA_OPTIONS = frozenset({"peft_type", "r", "target_modules", "lora_alpha"})
@@ -62,11 +64,22 @@ class PlanRequest:
     """Sequences, lengths and micro-batches of an iteration."""
     sweep: tuple[int, ...]
     """Numbers of nodes to search; empty without ``--sweep``."""
+    run: RunFile | None = None
+    """Run of ``--config``; None without one."""
+    notes: tuple[str, ...] = ()
+    """Assumptions about this run."""
 
     @property
     def is_cpu(self) -> bool:
         """Whether the cluster consists of CPUs, whose rates are nominal."""
-        return str(self.flags.cluster).strip().startswith("cpu")
+        return _is_cpu(self.flags)
+
+    @property
+    def num_devices(self) -> int | None:
+        """Number of devices of the cluster, or else of the run; None if neither is known."""
+        if self.cluster is not None:
+            return self.cluster.num_devices
+        return None if self.run is None or self.run.devices is None else math.prod(self.run.devices)
 
     @property
     def seconds(self) -> float:
@@ -99,38 +112,94 @@ def parse_request(arguments: Sequence[str]) -> PlanRequest:
         PlanError: for unknown, contradictory or missing flags.
         LayoutError: for an unknown cluster.
     """
-    flags = parse_flags(plan_parser(), arguments)
+    parser = plan_parser()
+    given = parse_flags(parser, arguments, defaults=False)
+    run = _read_run(given) if given.get("config") else None
+    if run is not None:
+        parser.set_defaults(dict(run.flags))
+    flags = parse_flags(parser, arguments)
+    if run is not None and flags.cluster is not None and ":" not in flags.cluster and run.devices is not None:
+        flags.cluster = f"{flags.cluster}:{run.devices[0]}x{run.devices[1]}"
     refuse_contradictions(flags)
     if flags.algorithm not in ALGORITHMS:
         raise PlanError(f"--algorithm={flags.algorithm} is not one of {', '.join(ALGORITHMS)}")
-    sources = _sources(flags)
-    dataflow = ALGORITHMS[flags.algorithm].dataflow_of(sources)
-    adapters = {} if flags.peft is None else _adapters(flags.peft, dataflow)
     cluster = None if flags.cluster is None else ClusterSpec.parse(flags.cluster)
     sweep = () if flags.sweep is None else _sweep(flags.sweep)
     _refuse_too_many(cluster, sweep)
     budget = None if cluster is None else cluster.device_memory_bytes
-    workload = Workload(
-        num_sequences=flags.batch,
-        prompt_tokens=flags.prompt_length,
-        response_tokens=flags.response_length,
-        micro_batch_tokens=flags.micro_batch_tokens or DEFAULT_MICRO_BATCH_TOKENS,
-        group_size=ALGORITHMS[flags.algorithm].group_size,
-        num_minibatches=flags.num_minibatches,
-        samples_per_prompt=flags.responses_per_prompt,
-    )
+    models = _models_of_flags(flags) if run is None else _models_of_run(run)
     return PlanRequest(
         flags=flags,
-        sources=sources,
-        adapters=adapters,
-        shares=_shares(flags, sources, adapters),
-        dataflow=dataflow,
+        **models,
         cluster=cluster,
         memory_budget=budget if flags.memory_per_device is None else parse_bytes(flags.memory_per_device),
         headroom=_headroom(flags),
-        workload=workload,
+        workload=_workload(flags, run),
         sweep=sweep,
+        run=run,
+        notes=() if run is None else (*_assumed_lengths(run, given, flags), *run.notes),
     )
+
+
+def _models_of_flags(flags: Any) -> dict[str, Any]:
+    """Return the fields of a `PlanRequest` about models and calls."""
+    sources = _sources(flags)
+    dataflow = ALGORITHMS[flags.algorithm].dataflow_of(sources)
+    adapters = {} if flags.peft is None else _adapters(flags.peft, dataflow)
+    shares = _shares(flags, sources, adapters)
+    return {"sources": sources, "adapters": adapters, "shares": shares, "dataflow": dataflow}
+
+
+def _models_of_run(run: RunFile) -> dict[str, Any]:
+    return {"sources": run.sources, "adapters": run.adapters, "shares": run.shares, "dataflow": run.dataflow}
+
+
+def _workload(flags: Any, run: RunFile | None) -> Workload:
+    default_tokens = DEFAULT_MICRO_BATCH_TOKENS if run is None else run.micro_batch_tokens(is_cpu=_is_cpu(flags))
+    return Workload(
+        num_sequences=flags.batch,
+        prompt_tokens=flags.prompt_length,
+        response_tokens=flags.response_length,
+        micro_batch_tokens=flags.micro_batch_tokens or default_tokens,
+        group_size=ALGORITHMS[flags.algorithm].group_size if run is None else run.group_size,
+        num_minibatches=flags.num_minibatches,
+        num_epochs=1 if run is None else run.options.num_epochs,
+        samples_per_prompt=flags.responses_per_prompt,
+    )
+
+
+def _is_cpu(flags: Any) -> bool:
+    return str(flags.cluster).strip().startswith("cpu")
+
+
+# ---- configurations of fit
+def _read_run(given: Any) -> RunFile:
+    """Return the run of ``--config``, with the models and adapters of flags that are given."""
+    files = ", ".join(given.config)
+    if "algorithm" in given:
+        raise PlanError(f"--algorithm={given.algorithm} and --config={files} both name the algorithm; leave one out")
+    named = {role: given[role] for role in ROLES if role in given}
+    models = {**_parse_models(given.get("model", []), named), **named}
+    for role, model in models.items():
+        if role not in ROLES or model == NO_MODEL:
+            raise PlanError(
+                f"{role}={model} with --config={files}: flags replace the models of {', '.join(ROLES)}; add or remove "
+                f"a role in the file, as kl_coef and reward do"
+            )
+    content = read_content(given.config)
+    run = planned_run(content, files, models)
+    return planned_run(content, files, models, _adapters(given.peft, run.dataflow)) if "peft" in given else run
+
+
+def _assumed_lengths(run: RunFile, given: Any, flags: Any) -> Iterator[str]:
+    """Yield a sentence for lengths that the configuration does not bound; PlanError for an unknown batch."""
+    if "batch" not in given and "batch" not in run.flags:
+        raise PlanError(f"{run.files}: no data module of this package gives a batch_size under data; add --batch")
+    names = [name for name in ("prompt_length", "response_length") if name not in given and name not in run.flags]
+    if names:
+        assumed = " and ".join(f"--{name.replace('_', '-')} {flags[name]}" for name in names)
+        setting = "max_tokens" if "response_length" in names else "max_prompt_tokens"
+        yield f"{assumed}: assumed, since data.init_args has no {setting} and no data are read."
 
 
 def _refuse_too_many(cluster: ClusterSpec | None, sweep: Sequence[int]) -> None:
@@ -187,7 +256,8 @@ def _adapters(text: str, dataflow: Dataflow) -> dict[str, AdapterSource]:
 def _shares(flags: Any, sources: Mapping[str, str], adapters: Mapping[str, AdapterSource]) -> dict[str, str]:
     """Return ``reference: actor`` if an actor with adapters serves as its own reference, as in the algorithms."""
     named = flags.reference is not None or any(text.startswith("reference=") for text in flags.model)
-    return {"reference": "actor"} if "actor" in adapters and "reference" in sources and not named else {}
+    is_base = "actor" in adapters and sources.get("reference") == sources["actor"]
+    return {"reference": "actor"} if is_base and not named else {}
 
 
 def _sources(flags: Any) -> dict[str, str]:

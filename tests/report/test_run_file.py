@@ -1,0 +1,217 @@
+"""``lightning-realloc plan --config``: the run of a configuration of ``fit``, as the run itself plans it."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lightning.pytorch import Callback
+
+from lightning_realloc import ExecutionPlan, cli
+from lightning_realloc.errors import PlanError, ReallocError
+from lightning_realloc.report.model_source import read_roles
+from lightning_realloc.report.plan_request import parse_request
+from lightning_realloc.report.run_file import RunFile, planned_run, read_content
+from tests.examples.test_ppo import ROOT, write_demo_files
+from tests.workers import WorkerPool
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+TINY = "layers=4,hidden=512,intermediate=1024,heads=8,vocabulary=1000"
+GRPO: dict[str, Any] = {
+    "trainer": {"accelerator": "cuda", "devices": 4, "num_nodes": 2, "precision": "bf16"},
+    "model": {
+        "class_path": "GRPO",
+        "init_args": {
+            "actor": "Qwen/Qwen3-0.6B",
+            "reward": "my.module.judge",
+            "kl_coef": 0.1,
+            "sampling": {"n": 4, "max_new_tokens": 64},
+        },
+    },
+    "data": {"class_path": "PromptDataModule", "init_args": {"batch_size": 8, "max_prompt_tokens": 100}},
+}
+
+
+def _with(model: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
+    """Return the configuration with other settings of its model, and other keys."""
+    changed = copy.deepcopy(GRPO) | keys
+    changed["model"]["init_args"] |= model or {}
+    return changed
+
+
+def _run(content: dict[str, Any], **models: str) -> RunFile:
+    return planned_run(content, "run.yaml", models)
+
+
+def _refused(content: dict[str, Any], **models: str) -> str:
+    with pytest.raises(PlanError) as caught:
+        _run(content, **models).plan()
+    return str(caught.value)
+
+
+def _refused_line(*arguments: str) -> str:
+    with pytest.raises(ReallocError) as caught:
+        cli.run(["plan", *arguments])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_is_read_and_its_plan_fits_its_calls(path: Path) -> None:
+    run = planned_run(read_content([str(path)]), path.name, {})
+    assert set(run.sources) == set(run.dataflow.roles) and run.flags["batch"] > 0
+    if isinstance(run.plan_source, dict):
+        assert run.devices is not None
+        run.plan().completed(run.dataflow).check(run.dataflow, math.prod(run.devices))
+    else:
+        assert run.plan_source == "heuristic"
+
+
+def test_a_configuration_gives_models_workload_devices_and_precision() -> None:
+    run = _run(GRPO)
+    assert run.sources == {"actor": "Qwen/Qwen3-0.6B", "reference": "Qwen/Qwen3-0.6B"} and run.devices == (2, 4)
+    # 8 prompts of 4 responses each.
+    assert run.flags == {
+        "algorithm": "grpo", "num_minibatches": 1, "precision": "bf16-mixed", "responses_per_prompt": 4,
+        "response_length": 64, "batch": 32, "prompt_length": 100,
+    }  # fmt: skip
+    assert set(_run(_with({"kl_coef": 0})).sources) == {"actor"}
+    judged = _run(_with({"reward": ["my.module.judge", "org/one", "org/other"]}))
+    assert {name: judged.sources[name] for name in ("reward", "reward_2")} == {
+        "reward": "org/one",
+        "reward_2": "org/other",
+    }
+    proximal = _run(_with({"ratio_to": "proximal", "train_options": {"num_minibatches": 2}}))
+    assert "actor.infer" in [call.name for call in proximal.dataflow.calls]
+    strategy = {"class_path": "ReallocStrategy", "init_args": {"generation_chunks": 2, "memory_per_device": "24GiB"}}
+    flags = _run(_with(trainer={"accelerator": "cpu", "strategy": strategy})).flags
+    assert (flags["generation_chunks"], flags["memory_per_device"], flags["cluster"]) == (2, "24GiB", "cpu:1x1")
+
+
+def test_adapters_share_their_base_with_the_reference_that_is_named_or_not() -> None:
+    lora = {"class_path": "peft.LoraConfig", "init_args": {"r": 8, "lora_dropout": None}}
+    for reference in ({}, {"reference": "Qwen/Qwen3-0.6B"}):
+        run = _run(_with({"peft_config": lora, **reference}))
+        assert run.adapters == {"actor": {"peft_type": "LORA", "r": 8}} and run.shares == {"reference": "actor"}
+    assert not _run(_with({"peft_config": lora, "reference": "Qwen/Qwen3-1.7B"})).shares
+
+
+def test_flags_and_later_files_take_precedence(tmp_path: Path) -> None:
+    first, second = tmp_path / "run.yaml", tmp_path / "more.yaml"
+    first.write_text(yaml.safe_dump(GRPO))
+    second.write_text("model: {init_args: {sampling: {n: 2}}}\ntrainer: {strategy: realloc_spawn}\n")
+    files = ("--config", str(first), "--config", str(second))
+    request = parse_request([*files, "--actor", TINY, "--response-length", "32", "--cluster", "h100"])
+    assert request.sources == {"actor": TINY, "reference": TINY} and request.num_devices == 8
+    load = request.workload
+    assert (load.num_sequences, load.samples_per_prompt, load.response_tokens) == (16, 2, 32)
+    assert request.notes == ()
+    assert parse_request([*files, "--peft", "{r: 8}", "--check"]).shares == {"reference": "actor"}
+    second.write_text("model: {class_path: PPO}\n")
+    assert f"--config={second}: key model names the class PPO, and an earlier file GRPO" in _refused_line(*files)
+
+
+def test_the_plan_of_a_configuration_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calls = {"actor.generate": "dp2", "reference.infer": "dp2", "actor.train": "fsdp2"}
+    strategy = {"class_path": "ReallocStrategy", "init_args": {"plan": {"calls": calls}}}
+    content = _with(trainer={"devices": "2", "strategy": strategy})
+    del content["data"]["init_args"]["max_prompt_tokens"]
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(content))
+    cli.run(["plan", "--config", str(file), "--check", "--actor", TINY])
+    text = capsys.readouterr().out
+    assert text.startswith(f"grpo of {file}\n  actor, reference: {TINY}\n  32 sequences of 512 + 64 tokens, 32-true\n")
+    assert "--prompt-length 512: assumed, since data.init_args has no max_prompt_tokens" in text
+    assert "peak of rank 0-1: " in text
+    calls["actor.train"] = "fsdp4"
+    file.write_text(yaml.safe_dump(content))
+    assert "rank" in _refused_line("--config", str(file), "--check", "--actor", TINY)
+
+
+def test_what_a_plan_cannot_read_is_refused_with_key_and_way_out() -> None:
+    own = GRPO | {"model": {"class_path": "mine.GRPO"}}
+    assert "run.yaml: model.class_path=mine.GRPO is none of the algorithms that plan reads" in _refused(own)
+    assert "run.yaml: the key model must name a class" in _refused({"trainer": {}})
+    assert "the strategy's plan is 'heuristic', which the run works out when it starts" in _refused(GRPO)
+    assert "the strategy's plan is 'static'" in _refused(_with(trainer={"strategy": "realloc-static"}))
+    assert "run.yaml: trainer.strategy=ddp runs no plans" in _refused(_with(trainer={"strategy": "ddp"}))
+    assert "run.yaml: model: GRPO has no setting" in _refused(_with({"kl_coeff": 0.1}))
+    assert "run.yaml: model: kl_coef=-1 " in _refused(_with({"kl_coef": -1}))
+    assert "model.init_args.partners is not read by plan" in _refused(_with({"partners": {"other": "actor"}}))
+    assert "peft_config names peft.IA3Config" in _refused(_with({"peft_config": {"class_path": "peft.IA3Config"}}))
+    config = {"class_path": "transformers.LlamaConfig"}
+    assert "the model of actor is {'class_path': 'transformers.LlamaConfig'}" in _refused(_with({"actor": config}))
+    assert "the run of run.yaml has no role 'reference', it has actor" in _refused(
+        _with({"kl_coef": 0}), reference="org/other"
+    )
+    plan = {"class_path": "ReallocStrategy", "init_args": {"plan": {"calls": {"actor.train": "fsdp0"}}}}
+    assert "run.yaml: trainer.strategy.init_args.plan: calls.actor.train" in _refused(_with(trainer={"strategy": plan}))
+
+
+def test_flags_that_contradict_a_configuration_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    content = _with(data={"class_path": "mine.Rows", "init_args": {"batch_size": 8}})
+    file.write_text(yaml.safe_dump(content))
+    common = ("--config", str(file), "--cluster", "h100")
+    assert "both name the algorithm" in _refused_line(*common, "--algorithm", "ppo")
+    assert "flags replace the models of actor" in _refused_line(*common, "--reference", "none")
+    assert "no data module of this package gives a batch_size under data; add --batch" in _refused_line(*common)
+    assert parse_request([*common, "--batch", "8"]).workload.num_sequences == 8
+    assert "--check without a file checks the plan of a configuration" in _refused_line("--actor", TINY, "--check")
+    assert "cannot be read as a configuration of `fit`" in _refused_line("--config", str(tmp_path / "other.yaml"))
+
+
+# ---- compared with a run
+class _Facts(Callback):
+    """Keeps what the run plans with."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """Ask the strategy."""
+        builder = trainer.strategy._placed.builder()
+        roles = {name: (role.model, role.shares) for name, role in builder.describe_roles().items()}
+        self.found = builder.largest_workload(), builder.dataflow, roles, trainer.strategy.plan
+
+
+def _fit(folder: str) -> Any:
+    os.chdir(folder)
+    command = cli.ReallocCLI(["--config", "run.yaml"], run=False)
+    facts, trainer = _Facts(), command.trainer
+    trainer.callbacks = [*trainer.callbacks, facts]  # type: ignore[attr-defined]
+    trainer.fit(command.model, command.datamodule)
+    return facts.found
+
+
+def test_a_run_plans_with_what_the_configuration_is_read_as(
+    workers: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_demo_files(tmp_path)
+    calls = {name: "dp1" for name in ("actor.generate", "reference.infer", "actor.train", "actor.infer")}
+    settings = {
+        "actor": "runs/demo/warm", "reward": "lightning_realloc.rewards:exact_match", "kl_coef": 0.1,
+        "ratio_to": "proximal", "sampling": {"n": 2, "max_new_tokens": 5}, "peft_config": {"peft_type": "LORA", "r": 2},
+        "train_options": {"num_minibatches": 2, "num_epochs": 2},
+    }  # fmt: skip
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    content = {
+        "trainer": {
+            "accelerator": "cpu", "devices": 1, "max_steps": 1, "num_sanity_val_steps": 0, **dict.fromkeys(off, False),
+            "strategy": {"class_path": "ReallocStrategy", "init_args": {"plan": {"calls": calls}}},
+        },
+        "model": {"class_path": "GRPO", "init_args": settings},
+        "data": {"class_path": "PromptDataModule", "init_args": {"data": "runs/demo/train.jsonl", "batch_size": 2}},
+    }  # fmt: skip
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    ((workload, dataflow, roles, plan),) = workers.run(_fit, str(tmp_path), world_size=1, init_process_group=False)
+    monkeypatch.chdir(tmp_path)
+    request = parse_request(["--config", "run.yaml", "--check", "--prompt-length", str(workload.prompt_tokens)])
+    assert request.workload == workload and request.dataflow == dataflow
+    assert request.run is not None and request.run.plan().completed(dataflow) == plan
+    read = read_roles(
+        request.sources, request.dataflow, is_priced=False, adapters=request.adapters, shares=request.shares
+    )
+    assert {name: (role.model, role.shares) for name, role in read.items()} == roles
+    assert isinstance(plan, ExecutionPlan)
