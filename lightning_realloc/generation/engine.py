@@ -53,6 +53,7 @@ from lightning_realloc.generation.schedule.paged_scheduler import PagedScheduler
 from lightning_realloc.generation.schedule.scheduler import Scheduler
 from lightning_realloc.generation.schedule.slot_plan import Prompt
 from lightning_realloc.limits import MAX_PREFILL_TOKENS
+from lightning_realloc.runtime.forward.routers import describe_missing_routers
 from lightning_realloc.runtime.messages.mailbox import PROBE_INTERVAL_S
 from lightning_realloc.runtime.parallel.tensor_parallel import tensor_parallel_group
 from lightning_realloc.setting_hints import ENGINE_HINTS, suggest_settings
@@ -186,10 +187,7 @@ class GenerationEngine(Engine):
         if self._records is not None:
             self._records.keeps = is_recorded
         elif is_recorded:
-            raise GenerationError(
-                f"router_replay=True records the experts of tokens, and {type(self._model).__name__} has no routers "
-                f"that return logits, weights and experts, as transformers' mixtures of experts do; leave it out"
-            )
+            raise GenerationError(describe_missing_routers(self._model))
 
     def with_experts(self, samples: Samples, completions: Sequence[Completion]) -> Samples:
         if self._records is None or not self._records.keeps:

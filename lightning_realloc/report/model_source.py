@@ -20,7 +20,7 @@ from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.remote_path import expand_home, is_path, require_files
 from lightning_realloc.report.known_models import find_known_model, is_shape, parse_shape
-from lightning_realloc.strategies.pool.memory_check import describe_roles
+from lightning_realloc.strategies.pool.memory_check import describe_roles, replayed_roles
 from lightning_realloc.tuning.shapes.experts import declared_experts
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
@@ -72,7 +72,8 @@ def _read_role(role: str, source: str, dataflow: Dataflow, is_priced: bool, peft
     config = _read_config(role, source, is_priced)
     described = Role(name=role, source=config, trained=role in dataflow.trained_roles, task=model_task(role), peft=peft)
     is_packed = any(call.kind != "generate" for call in dataflow.calls_of(role))
-    memory = describe_roles([described], {}, packed=[role] if is_packed else [])[role]
+    replayed = replayed_roles(dataflow)
+    memory = describe_roles([described], {}, packed=[role] if is_packed else [], replayed=replayed)[role]
     obstacle = _pricing_obstacle(config.get_text_config(), memory) if is_priced else None
     if obstacle is not None:
         raise PlanError(

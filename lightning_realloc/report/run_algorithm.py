@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedConfig
 
+from lightning_realloc.algorithms.base.generation_options import GenerationOptions
 from lightning_realloc.algorithms.base.loaded_weights import is_model_source
 from lightning_realloc.algorithms.base.module import MultiModelModule
 from lightning_realloc.algorithms.base.role import Role
@@ -74,6 +75,9 @@ def placeholder_algorithm(cls: type[MultiModelModule], settings: Content, files:
         kept["reward"] = _rewards(settings.get("reward"), files)
     try:
         cls.check_settings({**settings, "peft_config": kept["peft_config"]})
+        generation = settings.get("generation") or {}
+        if isinstance(generation, Mapping) and generation.get("router_replay"):
+            kept["generation"] = GenerationOptions(router_replay=True)
         kept |= {name: _group(kind, settings[name], name) for name, kind in _GROUPS.items() if settings.get(name)}
         return cls(**kept)
     except (ReallocError, TypeError) as error:

@@ -42,6 +42,17 @@ def refuse_generation_layout(algorithm: RunnableAlgorithm, call: str, layout: La
             f"{runs_in}, whose ranks hold a stage each, and {asked} needs all layers on a rank; leave it out, or give "
             f"{call} a layout with pp=1"
         )
+    if layout.dims.tp > 1 and "tensor_parallel" not in CAPABILITIES[algorithm.engine]:
+        raise GenerationError(
+            f"{runs_in}, and engine={algorithm.engine!r} takes over whole weights from each rank; give it a layout "
+            f"with tp=1, such as dp{layout.dims.tp}, or use engine='native'"
+        )
+    server = None if algorithm.generation_options.vllm is None else algorithm.generation_options.vllm.address
+    if server is not None and len(layout.ranks) > 1:
+        raise GenerationError(
+            f"{runs_in} of {len(layout.ranks)} ranks, which would all give weights to the server {server}; give it a "
+            f"layout of one rank, or leave address out"
+        )
     asked = option_without_lockstep(algorithm)
     if layout.runs_in_lockstep and asked is not None:
         raise GenerationError(

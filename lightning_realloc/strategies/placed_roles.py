@@ -153,11 +153,17 @@ class PlacedRoles:
         collect_garbage()
 
     def choose_plan(self) -> None:
-        """Choose the plan before models are built. Raises PlanError if it cannot fit into memory in training."""
+        """Choose the plan before models are built.
+
+        Raises:
+            PlanError: if it cannot fit into memory in training.
+            GenerationError: for a generating call whose layout cannot follow the algorithm's options.
+        """
         builder = self.builder()
         self._plan = builder.choose_plan(self._options.plan)
         if self.module.trainer.state.fn == TrainerFn.FITTING:
             builder.check_memory(self._plan)
+        builder.refuse_generation_layouts(self._plan)
 
     def set_up(self, trainer: Trainer) -> None:
         """Shard every role into its home layout, and make the runner and the offloader. Collective over all ranks."""

@@ -13,7 +13,7 @@ import yaml
 from lightning.pytorch import Callback
 
 from lightning_realloc import ExecutionPlan, cli
-from lightning_realloc.errors import PlanError, ReallocError
+from lightning_realloc.errors import ConfigError, PlanError, ReallocError
 from lightning_realloc.report.model_source import read_roles
 from lightning_realloc.report.plan_request import parse_request
 from lightning_realloc.report.run_file import RunFile, planned_run, read_content
@@ -130,6 +130,15 @@ def test_the_plan_of_a_configuration_is_checked(tmp_path: Path, capsys: pytest.C
     calls["actor.train"] = "fsdp4"
     file.write_text(yaml.safe_dump(content))
     assert "rank" in _refused_line("--config", str(file), "--check", "--actor", TINY)
+
+
+def test_router_replay_of_a_model_without_routers_is_refused() -> None:
+    content = _with({"generation": {"router_replay": True}, "kl_coef": 0.0})
+    run = _run(content)
+    with pytest.raises(ConfigError, match="actor: router_replay=True records the experts of tokens, and Mistral"):
+        read_roles({"actor": TINY}, run.dataflow, is_priced=False)
+    mixture = f"{TINY},experts=4,experts_per_token=2"
+    assert read_roles({"actor": mixture}, run.dataflow, is_priced=False)["actor"].shape is not None
 
 
 def test_what_a_plan_cannot_read_is_refused_with_key_and_way_out() -> None:

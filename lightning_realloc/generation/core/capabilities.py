@@ -13,7 +13,7 @@ of its own."""
 
 Capability = Literal[
     "batch_invariant", "budget", "cache_bound", "captures", "drafts", "environment", "extra_inputs", "keeps_cache",
-    "moves", "partners", "records_experts", "same_logprobs", "sharded", "stages", "stream", "vllm",
+    "moves", "partners", "records_experts", "same_logprobs", "sharded", "stages", "stream", "tensor_parallel", "vllm",
 ]  # fmt: skip
 
 _MEANINGS: Mapping[Capability, str] = {
@@ -32,12 +32,13 @@ _MEANINGS: Mapping[Capability, str] = {
     "sharded": "runs where all ranks run a model's blocks together",
     "stages": "runs a model in pipeline stages",
     "stream": "reports tokens while it generates",
+    "tensor_parallel": "runs a model that tensor parallelism divides",
     "vllm": "runs vLLM",
 }
 
 CAPABILITIES: Mapping[str, frozenset[Capability]] = {
     "native": frozenset(_MEANINGS) - {"vllm"},
-    "hf": frozenset({"environment", "partners", "same_logprobs"}),
+    "hf": frozenset({"environment", "partners", "same_logprobs", "tensor_parallel"}),
     "vllm": frozenset({"cache_bound", "environment", "vllm"}),
 }
 """Engine -> its capabilities."""

@@ -244,6 +244,19 @@ def _find_routers(model: nn.Module) -> list[tuple[nn.Module, Any]] | None:
     return found if is_known else None
 
 
+def has_routers(model: nn.Module) -> bool:
+    """Return whether a whole model, which may be without weights, has routers that `install_routers` knows."""
+    return find_transformers_model(model) is not None and _find_routers(model) is not None
+
+
+def describe_missing_routers(model: nn.Module) -> str:
+    """Return the reason why tokens of a model without known routers cannot be given the experts of generation."""
+    return (
+        f"router_replay=True records the experts of tokens, and {type(model).__name__} has no routers that return "
+        f"logits, weights and experts, as transformers' mixtures of experts do; leave it out"
+    )
+
+
 def routers_of(model: nn.Module) -> Routers | None:
     """Return the sizes of routers that follow a `RoutedPass`; None if there are none."""
     return next((vars(module)["routers"] for module in model.modules() if "routers" in vars(module)), None)

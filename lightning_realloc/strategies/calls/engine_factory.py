@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_realloc.generation.rebalance.peers import Peers
     from lightning_realloc.generation.speculative.drafter import Drafter
     from lightning_realloc.generation.staged.staged_engine import StagedEngine
+    from lightning_realloc.generation.vllm.service import VLLMService
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,7 @@ class EngineFactory(ABC):
         Raises:
             GenerationError: for a layout in which the engine, or one of its options, cannot run.
         """
-        self._check(call, replica)
+        refuse_generation_layout(self._algorithm, call.name, replica.layout)
         ranks = replica.layout.batch_group(self._context.rank)
         peers = tuple(rank for rank in ranks if rank != self._context.rank)
         max_slots = self._context.pool.plan.call(call.name).max_slots
@@ -134,10 +135,6 @@ class EngineFactory(ABC):
     def close(self) -> None:  # noqa: B027 - most engines have no processes
         """End all processes of engines; a later call starts them again."""
 
-    def _check(self, call: ModelFunctionCall, replica: Replica) -> None:
-        """Refuse options that the ranks of a layout cannot follow."""
-        refuse_generation_layout(self._algorithm, call.name, replica.layout)
-
     def _updates(self, call: ModelFunctionCall, replica: Replica) -> WeightUpdates | None:
         """Return the source of newer weights in a generation; None if weights change between calls only."""
         context, streams = self._context, self._context.pool.streams
@@ -177,6 +174,41 @@ class HFEngines(EngineFactory):
             max_slots=max_slots,
             agree=agreement(context.pool.meshes.tensor_group(replica.layout), context.device),
         )
+
+
+class VLLMEngines(EngineFactory):
+    """Builds engines on one vLLM per role. Starting vLLM takes minutes, so its processes outlive the plan."""
+
+    def __init__(self, context: CallContext) -> None:
+        super().__init__(context)
+        self._services: dict[tuple[str, int], VLLMService] = {}
+        """(Role, slots) -> its vLLM; one for each role."""
+
+    def _build(
+        self, replica: Replica, peers: tuple[int, ...], max_slots: int, updates: WeightUpdates | None
+    ) -> ReplicaEngine:
+        """Return a replica's engine, on the vLLM of its role if that has as many slots."""
+        from lightning_realloc.generation.vllm.vllm_engine import VLLMEngine
+
+        key = replica.role, max_slots
+        for other in [known for known in self._services if known[0] == replica.role and known != key]:
+            self._services.pop(other).close()
+        options = self._algorithm.generation_options
+        engine = VLLMEngine(
+            replica.model,
+            tokenizer=self._algorithm.tokenizer,
+            max_slots=max_slots,
+            max_cache_bytes=options.max_cache_bytes,
+            options=options.vllm,
+            service=self._services.get(key),
+        )
+        self._services[key] = engine.service
+        return ReplicaEngine(replica=replica, engine=engine, peers=peers, updates=updates)
+
+    def close(self) -> None:
+        """End all processes; a later call starts them again."""
+        for service in self._services.values():
+            service.close()
 
 
 def agreement(group: dist.ProcessGroup | None, device: torch.device) -> Agree | None:

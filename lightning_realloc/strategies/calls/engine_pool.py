@@ -16,9 +16,8 @@ from lightning_realloc.runtime.messages.codec import decode_message, encode_mess
 from lightning_realloc.runtime.messages.mailbox import FrameKind
 from lightning_realloc.runtime.model.adapter_layers import free_merged
 from lightning_realloc.strategies.calls.context import CallContext
-from lightning_realloc.strategies.calls.engine_factory import EngineFactory, HFEngines, ReplicaEngine
+from lightning_realloc.strategies.calls.engine_factory import EngineFactory, HFEngines, ReplicaEngine, VLLMEngines
 from lightning_realloc.strategies.calls.native_engines import NativeEngines
-from lightning_realloc.strategies.calls.vllm_engines import VLLMEngines
 from lightning_realloc.strategies.pool.replica import Replica
 
 if TYPE_CHECKING:

@@ -42,6 +42,7 @@ from lightning_realloc.strategies.pool.memory_check import (
     has_room_for_caches,
     refuse_offload_without_gpu,
     refuse_too_large,
+    replayed_roles,
     require_free_memory,
     settings_of_precision,
 )
@@ -127,7 +128,7 @@ class PoolBuilder:
         refuse_offload_without_gpu(plan, self.facts.device.type)
         self._refuse_compiled_schedule(plan)
         if source != "heuristic":  # one that fits nowhere is refused for its memory
-            self._refuse_generation_layouts(plan)
+            self.refuse_generation_layouts(plan)
         return plan
 
     def _refuse_compiled_schedule(self, plan: ExecutionPlan) -> None:
@@ -140,7 +141,8 @@ class PoolBuilder:
                         f"compile={backend!r} fuses; leave one of them out"
                     )
 
-    def _refuse_generation_layouts(self, plan: ExecutionPlan) -> None:
+    def refuse_generation_layouts(self, plan: ExecutionPlan) -> None:
+        """Raise GenerationError for a generating call whose layout cannot follow the algorithm's options."""
         generating = (call for call in self.dataflow.iteration_calls if call.kind == "generate")
         for call in generating if self.policies.reallocation.enabled else ():  # else each role stays in one layout
             refuse_generation_layout(self.module, call.name, plan.layout(call.name))
@@ -270,8 +272,13 @@ class PoolBuilder:
         kept: dict[str, RoleMemory] = vars(self.module).get(_ROLES_ATTRIBUTE, self._described)
         if kept.keys() >= set(self.dataflow.roles):
             return kept
-        described, packed = self.module.roles(), self.module.packed_roles
-        roles = describe_roles(described, self.options.tp_plans, max_tp=self.facts.world_size, packed=packed)
+        roles = describe_roles(
+            self.module.roles(),
+            self.options.tp_plans,
+            max_tp=self.facts.world_size,
+            packed=self.module.packed_roles,
+            replayed=replayed_roles(self.dataflow),
+        )
         for role in self.dataflow.trained_roles:
             roles[role] = _balanced(roles[role], self.module.train_options_of(role).router_aux_loss_coef)
         self._described.update(roles)

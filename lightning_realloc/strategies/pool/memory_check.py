@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lightning_realloc.batch.samples import EXPERTS
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
-from lightning_realloc.errors import PlanError, ReallocError
+from lightning_realloc.errors import ConfigError, PlanError, ReallocError
 from lightning_realloc.generation.core.capabilities import CAPABILITIES
 from lightning_realloc.generation.forward.packed_linear import packs
 from lightning_realloc.runtime.forward.attention.packable import check_packable
+from lightning_realloc.runtime.forward.routers import describe_missing_routers, has_routers
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.model.quantized import quantized_bytes
 from lightning_realloc.runtime.model.training_mode import can_recompute
@@ -47,6 +49,7 @@ def describe_roles(
     *,
     max_tp: int = MAX_TENSOR_PARALLEL,
     packed: Collection[str] = (),
+    replayed: Collection[str] = (),
 ) -> dict[str, RoleMemory]:
     """Return role -> its description for memory forecasts. Loads nothing but configurations.
 
@@ -54,9 +57,10 @@ def describe_roles(
         tp_plans: Role -> tensor-parallel styles, for models without a plan of their own.
         max_tp: Largest tensor-parallel degree of any layout: a run's number of ranks.
         packed: Roles that run packed sequences.
+        replayed: Roles whose tokens are given the experts of generation.
 
     Raises:
-        ConfigError: for a model that cannot run packed sequences, and has to.
+        ConfigError: for a model that cannot run packed sequences, or has no routers, and has to.
         PlanError: for a configuration without the sizes of a decoder.
     """
     described: dict[str, RoleMemory] = {}
@@ -69,6 +73,8 @@ def describe_roles(
         model = role.describe()
         if role.name in packed:
             check_packable(model)
+        if role.name in replayed and not has_routers(model):
+            raise ConfigError(f"{role.name}: {describe_missing_routers(model)}")
         spec = describe_model(model, tp_plan=tp_plans.get(role.name), max_tp=max_tp)
         config = getattr(model, "config", None)
         shape = None
@@ -84,6 +90,11 @@ def describe_roles(
             can_recompute=can_recompute(model),
         )
     return described
+
+
+def replayed_roles(dataflow: Dataflow) -> tuple[str, ...]:
+    """Return the roles whose tokens are given the experts of generation, by ``router_replay``."""
+    return tuple(call.role for call in dataflow.calls if call.role is not None and EXPERTS in call.produces)
 
 
 def refuse_offload_without_gpu(plan: ExecutionPlan, device_type: str) -> None:

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 
 from lightning_realloc import GRPO, ConfigError, EngineCorrection, GenerationOptions, RolloutBudget, Speculation
+from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import SamplingParams, VLLMOptions
+from lightning_realloc.layout import Layout
 from lightning_realloc.strategies import ReallocStrategy
+from lightning_realloc.strategies.generation_limits import refuse_generation_layout
 from tests.devices import CPU_ALONE
 from tests.generation.vllm.stand_in import notes, stand_in
 from tests.generation.vllm.test_vllm_engine import is_running
-from tests.models import tiny_model
+from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.strategies.runs import Batches, Outcome
 from tests.vllm_environment import vllm_python
@@ -55,11 +58,29 @@ def test_every_iteration_hands_weights_over_and_the_processes_end_with_the_run(
         ("dp2", "http://127.0.0.1:9", "of 2 ranks, which would all give weights to the server http://127.0.0.1:9"),
     ],
 )
-def test_layouts_that_vllm_cannot_take_weights_from_are_refused(
-    layout: str, address: str | None, message: str, workers: WorkerPool
-) -> None:
-    with pytest.raises(WorkerFailure, match=message):
-        workers.run(run, VLLMOptions(address=address), layout, 2, world_size=2, init_process_group=False)
+def test_layouts_that_vllm_cannot_take_weights_from_are_refused(layout: str, address: str | None, message: str) -> None:
+    module = with_vllm(VLLMOptions(address=address))
+    with pytest.raises(GenerationError, match=message):
+        refuse_generation_layout(module, "actor.generate", Layout.parse(layout))
+
+
+class Unbuilt(GRPO):
+    """Fails where models are built."""
+
+    def configure_model(self) -> None:
+        """Fail."""
+        raise AssertionError("models are built before the plan is checked")
+
+
+def fit_under_tensor_parallelism() -> None:
+    """Train in a layout that vLLM cannot take weights from."""
+    module = Unbuilt(tiny_model("llama"), runs.low_tokens, engine="vllm", tokenizer=byte_tokenizer())
+    runs.train(module, runs.calls(actor_generate="tp2", actor_train="dp2"), 2, Batches(1))
+
+
+def test_a_layout_is_refused_before_models_are_built(workers: WorkerPool) -> None:
+    with pytest.raises(WorkerFailure, match="engine='vllm' takes over whole weights from each rank"):
+        workers.run(fit_under_tensor_parallelism, world_size=2, init_process_group=False)
 
 
 @CPU_ALONE
