@@ -320,7 +320,9 @@ class PlacedRoles:
         pool = self.pool
         homes = {role: plan.layout(pool.dataflow.home_call(role).name) for role in pool.dataflow.trained_roles}
         layouts = {role: ModelLayout(pool.home(role).model_layout.model, home) for role, home in homes.items()}
-        check_optimizers(self._optimizers.by_role(), layouts)
+        models = {role: pool.home(role).model for role in homes}
+        names = {role: {id(p): name for name, p in model.named_parameters()} for role, model in models.items()}
+        check_optimizers(self._optimizers.by_role(), layouts, names)
 
     def release(self, role: str) -> None:
         """See `ReallocStrategy.release`."""

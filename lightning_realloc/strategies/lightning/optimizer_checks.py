@@ -26,11 +26,17 @@ _TOLERANCE = 1e-3
 """Largest difference of two updates, as a share of the largest update, that counts as rounding."""
 
 
-def check_optimizers(optimizers: Mapping[str, optim.Optimizer], layouts: Mapping[str, ModelLayout]) -> None:
+def check_optimizers(
+    optimizers: Mapping[str, optim.Optimizer],
+    layouts: Mapping[str, ModelLayout],
+    names: Mapping[str, Mapping[int, str]] | None = None,
+) -> None:
     """Check the optimizers of roles before their first step.
 
     Args:
         layouts: Role -> its parameters in the layout that it is trained in.
+        names: Role -> name of each parameter by its `id`, so that a group is checked for the cuts of its own
+            parameters; None: for those of all.
 
     Raises:
         ConfigError: for an optimizer that needs a closure or sparse gradients, and for one that is not elementwise in a
@@ -46,7 +52,7 @@ def check_optimizers(optimizers: Mapping[str, optim.Optimizer], layouts: Mapping
         if isinstance(optimizer, optim.SparseAdam):
             raise ConfigError(f"{role}: {name} needs sparse gradients, and those of models here are dense; use Adam")
         if type(optimizer) not in _ELEMENTWISE and role in layouts:
-            _check_parts(optimizer, role, layouts[role])
+            _check_parts(optimizer, role, layouts[role], (names or {}).get(role, {}))
 
 
 def _needs_closure(optimizer: optim.Optimizer) -> bool:
@@ -54,13 +60,13 @@ def _needs_closure(optimizer: optim.Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def _check_parts(optimizer: optim.Optimizer, role: str, model_layout: ModelLayout) -> None:
+def _check_parts(optimizer: optim.Optimizer, role: str, model_layout: ModelLayout, names: Mapping[int, str]) -> None:
     dims = model_layout.layout.dims
     if not model_layout.cut_dims() and dims.pp == 1:
         return
     for group in optimizer.param_groups:
         try:
-            differing = _axes_that_change_a_step(optimizer, group, model_layout)
+            differing = _axes_that_change_a_step(optimizer, group, _own_layout(group, model_layout, names))
         except Exception as error:  # of any class: an optimizer may need kernels of a device, or names of its groups
             rank_zero_warn(
                 f"{role}: whether {type(optimizer).__name__} updates every element on its own could not be tried "
@@ -73,6 +79,13 @@ def _check_parts(optimizer: optim.Optimizer, role: str, model_layout: ModelLayou
                 f"layout {dims} hold parts of the weights; train {role} in a layout with {differing}, such as "
                 f"dp{dims.size}, or use an elementwise optimizer such as AdamW"
             )
+
+
+def _own_layout(group: Mapping[str, Any], model_layout: ModelLayout, names: Mapping[int, str]) -> ModelLayout:
+    """Return the layout of a group's parameters; of all, where some have no name, or ranks hold other parameters."""
+    known = {param.name for param in model_layout.model.params}
+    own = {names.get(id(parameter), "") for parameter in group["params"]}
+    return model_layout.subset(own) if own and own <= known and model_layout.layout.dims.pp == 1 else model_layout
 
 
 def _axes_that_change_a_step(optimizer: optim.Optimizer, group: Mapping[str, Any], model_layout: ModelLayout) -> str:

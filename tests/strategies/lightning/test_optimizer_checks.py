@@ -9,6 +9,7 @@ import torch
 from torch import nn, optim
 from torch.optim.lr_scheduler import LambdaLR
 
+from examples.muon import MuonAndAdamW
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.layout import (
     Layout,
@@ -105,6 +106,22 @@ def test_optimizers_that_are_not_elementwise_are_refused_in_layouts_that_cut_wei
     assert [_refused(GlobalNorm, layout) for layout in layouts[2:]] == ["tp=1", "pp=1", "fsdp=1, tp=1, pp=1"]
     for kind in (optim.AdamW, optim.SGD, type("Mine", (optim.Adam,), {}), Signs):
         assert not any(_refused(kind, layout) for layout in layouts)
+
+
+def test_a_group_is_checked_for_the_cuts_of_its_own_weights() -> None:
+    attention, experts = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+    params = (ParamSpec("attention", (4, 4), block=0), ParamSpec("experts", (4, 4), sharded_experts(), block=0))
+    names = {"actor": {id(attention): "attention", id(experts): "experts"}}
+
+    def check(optimizer: optim.Optimizer, layout: str) -> None:
+        layouts = {"actor": ModelLayout(ModelSpec(params, num_blocks=1, ep_refusal=None), Layout.parse(layout))}
+        check_optimizers({"actor": optimizer}, layouts, names)
+
+    check(optim.Muon([attention]), "dp2.ep2")  # whole on every rank
+    check(MuonAndAdamW([{"params": [attention]}, {"params": [experts]}]), "dp2.ep2")
+    for parameter in (experts, nn.Parameter(torch.randn(4, 4))):  # divided, unknown
+        with pytest.raises(ConfigError, match="train actor in a layout with ep=1"):
+            check(optim.Muon([parameter]), "dp2.ep2")
 
 
 def test_optimizers_that_need_a_closure_or_sparse_gradients_are_refused_in_every_layout() -> None:
