@@ -15,10 +15,9 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from itertools import chain
-from pkgutil import resolve_name
 from pydoc import locate
 from typing import Any, NoReturn
 
@@ -32,8 +31,8 @@ from lightning_realloc.commands.file_forms import UNNAMED, file_form, form_error
 from lightning_realloc.commands.output_checks import check_outputs
 from lightning_realloc.commands.parsing import accept_moved_settings, describe_full_device, has_bf16, strategy_with
 from lightning_realloc.commands.short_run import COMMANDS, read_command_line
-from lightning_realloc.entry import summary_of
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.entry import OTHER_COMMANDS, run_other, summary_of
+from lightning_realloc.errors import ConfigError, one_line_message
 from lightning_realloc.lazy_names import FORMER_NAMES
 from lightning_realloc.output_files import write_text
 from lightning_realloc.setting_hints import (
@@ -46,7 +45,6 @@ from lightning_realloc.setting_hints import (
 from lightning_realloc.strategies.lightning.failures import (
     CALLER_ERRORS,
     end_started_ranks,
-    one_line_message,
     raised_in,
 )
 from lightning_realloc.strategies.lightning.launch_options import LauncherName
@@ -307,7 +305,7 @@ class ReallocCLI(LightningCLI):
         # For lists of commands only: LightningCLI's subcommands are Trainer methods, so `run` handles these itself.
         action = parser._subcommands_action
         assert action is not None, "LightningCLI has just added subcommands"
-        for name in (*COMMANDS, *_OTHER_COMMANDS):
+        for name in (*COMMANDS, *OTHER_COMMANDS):
             action.add_subcommand(name, ArgumentParser(description=summary_of(name)), help=summary_of(name))
 
 
@@ -337,39 +335,12 @@ def _run_short(name: str, arguments: Sequence[str]) -> int:
     return 0
 
 
-_OTHER_COMMANDS: Mapping[str, str] = {
-    "export": "commands.checkpoint_commands:run_export",
-    "verify": "commands.checkpoint_commands:run_verify",
-    "plan": "report.plan_command:run_plan",
-    "doctor": "commands.doctor:run_doctor",
-    "chat": "commands.chat_command:run_chat",
-    "report": "commands.report_command:run_report",
-    "dashboard": "commands.dashboard_command:run_dashboard",
-}
-"""Command -> its function of the arguments and an output function, imported when it runs; it returns the exit code."""
-
-
-def _run_other(name: str, arguments: Sequence[str]) -> int:
-    command = resolve_name(f"{__package__}.{_OTHER_COMMANDS[name]}")
-    try:
-        code: int = command(arguments, _write_at_once)
-    except BrokenPipeError:  # the reader, such as head, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-        return 1
-    return code
-
-
-def _write_at_once(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
 def run(args: Sequence[str]) -> int:
     """Run a command and return its exit code; errors are raised."""
     if args and args[0] in COMMANDS:
         return _run_short(args[0], args[1:])
-    if args and args[0] in _OTHER_COMMANDS:
-        return _run_other(args[0], args[1:])
+    if args and args[0] in OTHER_COMMANDS:
+        return run_other(args[0], args[1:])
     ReallocCLI()
     return 0
 
@@ -383,7 +354,7 @@ def main() -> int:
     except _ONE_LINE_ERRORS as error:
         rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
         shown = describe_full_device(error) if isinstance(error, torch.OutOfMemoryError) else str(error)
-        form = "" if sys.argv[1] in _OTHER_COMMANDS else file_form(shown, sys.argv[1:])
+        form = "" if sys.argv[1] in OTHER_COMMANDS else file_form(shown, sys.argv[1:])
         sys.stderr.write(one_line_message(ConfigError(shown + form), rank))
         sys.stderr.flush()
         return 2

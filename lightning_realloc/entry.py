@@ -1,4 +1,4 @@
-"""Entry of the command line: answer ``--help`` and ``--version`` at once, and leave the rest to `cli`.
+"""Entry of the command line: answer ``--help`` and ``--version`` at once, and leave the rest to `cli` or a command.
 
 `cli` imports torch, Lightning and transformers, which takes seconds. It is named rather than imported, because it and
 the commands import their sentences from here.
@@ -6,11 +6,14 @@ the commands import their sentences from here.
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pkgutil import resolve_name
 from textwrap import TextWrapper
+
+from lightning_realloc.errors import ReallocError, one_line_message
 
 SUMMARIES: Mapping[str, Mapping[str, str]] = {
     "Train, in one line": {
@@ -37,6 +40,18 @@ SUMMARIES: Mapping[str, Mapping[str, str]] = {
     },
 }
 """Title -> command -> its first sentence."""
+OTHER_COMMANDS: Mapping[str, str] = {
+    "export": "commands.checkpoint_commands:run_export",
+    "verify": "commands.checkpoint_commands:run_verify",
+    "plan": "report.plan_command:run_plan",
+    "doctor": "commands.doctor:run_doctor",
+    "chat": "commands.chat_command:run_chat",
+    "report": "commands.report_command:run_report",
+    "dashboard": "commands.dashboard_command:run_dashboard",
+}
+"""Command -> its function of the arguments and an output function, imported when it runs; it returns the exit code."""
+_WITHOUT_MODELS = ("report", "dashboard")
+"""Commands that start in a second, since they need neither torch nor Lightning."""
 
 
 def summary_of(command: str) -> str:
@@ -64,5 +79,27 @@ def run_command_line() -> int:
     if sys.argv[1:] == ["--version"]:
         sys.stdout.write(f"lightning-realloc {version('lightning-realloc')}\n")
         return 0
+    if len(sys.argv) > 1 and sys.argv[1] in _WITHOUT_MODELS:
+        try:
+            return run_other(sys.argv[1], sys.argv[2:])
+        except ReallocError as error:
+            sys.stderr.write(one_line_message(error, 0))
+            return 2
     code: int = resolve_name("lightning_realloc.cli:main")()
     return code
+
+
+def run_other(name: str, arguments: Sequence[str]) -> int:
+    """Run a command and return its exit code; errors are raised."""
+    command = resolve_name(f"lightning_realloc.{OTHER_COMMANDS[name]}")
+    try:
+        code: int = command(arguments, _write_at_once)
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 1
+    return code
+
+
+def _write_at_once(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

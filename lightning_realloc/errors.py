@@ -71,6 +71,11 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
+def one_line_message(error: BaseException, rank: int) -> str:
+    """Return the line that a rank prints for a mistake of the caller."""
+    return f"error{f' on rank {rank}' if rank else ''}: {' '.join(str(error).split())}\n"
+
+
 def error_line(error: BaseException) -> str:
     """Return `` in file.py, line 3``: the first line outside of this package that an error passed; empty if none."""
     own = str(Path(__file__).parent)

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from lightning_realloc.cli import _OTHER_COMMANDS, ReallocCLI
+from lightning_realloc.cli import ReallocCLI
 from lightning_realloc.commands.short_run import COMMANDS
-from lightning_realloc.entry import SUMMARIES, help_text
+from lightning_realloc.entry import OTHER_COMMANDS, SUMMARIES, help_text
 
 SCRIPT = """
 import json, sys
@@ -96,13 +96,24 @@ def test_help_and_version_import_no_torch_and_name_every_command(found: Mapping[
     assert found["version"].startswith("lightning-realloc ")
 
 
+def test_reports_import_no_torch_and_end_a_mistake_with_one_line(tmp_path: Path) -> None:
+    script = (
+        f"import sys; sys.argv = ['lightning-realloc', 'report', {str(tmp_path)!r}]\n"
+        "from lightning_realloc.entry import run_command_line\n"
+        "import lightning_realloc.commands.dashboard_command\n"
+        "print(run_command_line(), sorted({'torch', 'lightning', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "2 []\n" and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
 def test_the_help_names_every_command() -> None:
     named = [name for commands in SUMMARIES.values() for name in commands]
-    assert sorted(named) == sorted([*COMMANDS, *_OTHER_COMMANDS, *ReallocCLI.subcommands()])
+    assert sorted(named) == sorted([*COMMANDS, *OTHER_COMMANDS, *ReallocCLI.subcommands()])
     assert all(f"  {name} " in help_text() for name in named)
     assert all(len(line) <= 100 for line in help_text().splitlines())
 
 
 def test_the_functions_of_other_commands_exist() -> None:
-    for path in _OTHER_COMMANDS.values():
+    for path in OTHER_COMMANDS.values():
         assert callable(resolve_name(f"lightning_realloc.{path}"))

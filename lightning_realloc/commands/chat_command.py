@@ -11,7 +11,7 @@ from typing import TextIO
 from lightning_realloc.commands.agent_settings import TOOL_FORMS, tool_setting
 from lightning_realloc.commands.chat_session import ChatSession, model_folder
 from lightning_realloc.commands.chat_tools import ToolSettings
-from lightning_realloc.commands.parsing import CommandParser
+from lightning_realloc.commands.command_parser import CommandParser
 from lightning_realloc.environments.tools.tool import tools_of
 from lightning_realloc.errors import ConfigError, DataError, GenerationError
 from lightning_realloc.generation import SamplingParams

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from lightning_realloc.commands.parsing import CommandParser
+from lightning_realloc.commands.command_parser import CommandParser
 from lightning_realloc.remote_path import as_path
 from lightning_realloc.strategies.checkpoints.export import export_checkpoint
 from lightning_realloc.strategies.checkpoints.verification import verify_checkpoints

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lightning_realloc.commands.parsing import CommandParser
+from lightning_realloc.commands.command_parser import CommandParser
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.remote_path import expand_home, is_remote
 from lightning_realloc.report.live.live_runs import sources_of

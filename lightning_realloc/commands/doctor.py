@@ -14,7 +14,8 @@ from typing import Literal
 import torch
 from packaging.requirements import Requirement
 
-from lightning_realloc.commands.parsing import CommandParser, has_bf16
+from lightning_realloc.commands.command_parser import CommandParser
+from lightning_realloc.commands.parsing import has_bf16
 from lightning_realloc.report.formats import gib
 from lightning_realloc.runtime.measure.nodes import MAX_USED_SHARE
 from lightning_realloc.runtime.transfer.shared_memory import available_bytes

@@ -1,21 +1,17 @@
-"""Parsers of flags and of saved configurations, and checks that several commands share."""
+"""Reader of saved configurations, and checks that several commands share."""
 
 from __future__ import annotations
 
-import argparse
-import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import yaml
 from jsonargparse import Namespace, get_loader, set_loader
 
-from lightning_realloc.entry import summary_of
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.remote_path import expand_home
-from lightning_realloc.setting_hints import hint_for
 from lightning_realloc_autoload import STRATEGIES
 
 _MOVED_DEFAULTS: Mapping[str, object] = {"max_cache_bytes": None, "sample_reallocation": False, "rollout_budget": None}
@@ -23,55 +19,6 @@ _MOVED_DEFAULTS: Mapping[str, object] = {"max_cache_bytes": None, "sample_reallo
 _MOVED_DEFAULTS_OF_GENERATION: Mapping[str, object] = {"engine": "native", "speculation": None}
 """Settings that were fields of ``generation``, and are an algorithm's own now, with their defaults."""
 _LOAD_ANY_YAML = get_loader("yaml")
-
-
-class CommandParser(argparse.ArgumentParser):
-    """Parser that raises ConfigError for a wrong command line, with similar flags; only ``--help`` exits.
-
-    Args:
-        command: Name of the command.
-        epilog: Text below the flags in ``--help``.
-        flag_of: Returns the flag for a setting that has no short one; None for an unknown setting.
-    """
-
-    def __init__(
-        self, command: str, *, epilog: str = "", flag_of: Callable[[str], str | None] = lambda setting: None
-    ) -> None:
-        super().__init__(
-            prog=f"lightning-realloc {command}",
-            description=summary_of(command),
-            epilog=epilog,
-            allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        self._flag_of = flag_of
-
-    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Return the flags.
-
-        Raises:
-            ConfigError: for an unknown flag, or for a value of another type.
-        """
-        flags, unknown = self.parse_known_args(list(arguments))
-        if unknown:
-            self.error(f"there is no flag {unknown[0]}{self._hint(unknown[0])}")
-        return flags
-
-    def error(self, message: str) -> NoReturn:
-        """Raise ConfigError."""
-        raise ConfigError(f"{message} ({self.prog} --help lists all flags)")
-
-    def _hint(self, unknown: str) -> str:
-        name = unknown.partition("=")[0]
-        dashed, setting = name.replace("_", "-"), name.lstrip("-").replace("-", "_")
-        own = [option for action in self._actions for option in action.option_strings]
-        near = difflib.get_close_matches(dashed, own, n=2, cutoff=0.7)
-        if dashed not in own and (flag := self._flag_of(setting)) is not None:
-            near = [flag, *near]
-        if near:
-            return f"; did you mean {' or '.join(near[:2])}?"
-        elsewhere = hint_for(setting)
-        return "" if elsewhere is None else f"; {setting} is here {elsewhere}"
 
 
 def has_bf16() -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
-from lightning_realloc.commands.parsing import CommandParser
+from lightning_realloc.commands.command_parser import CommandParser
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.output_files import write_text
 from lightning_realloc.remote_output import local_copy

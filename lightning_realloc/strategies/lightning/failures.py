@@ -27,7 +27,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_realloc.errors import CheckpointError, ConfigError, ReallocError
+from lightning_realloc.errors import CheckpointError, ConfigError, ReallocError, one_line_message
 from lightning_realloc.parent_watch import is_orphan
 from lightning_realloc.remote_path import AnyPath, as_path
 from lightning_realloc.runtime.messages.failure_store import is_broken_connection, is_loss_of_first_rank
@@ -43,11 +43,6 @@ GRACE_S = 3.0
 
 _CPP_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 """Variable that torch reads when a process imports it."""
-
-
-def one_line_message(error: BaseException, rank: int) -> str:
-    """Return the line that a rank prints for a mistake of the caller."""
-    return f"error{f' on rank {rank}' if rank else ''}: {' '.join(str(error).split())}\n"
 
 
 def raised_in(error: BaseException) -> str:
