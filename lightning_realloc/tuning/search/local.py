@@ -213,8 +213,10 @@ class LocalSearch:
             heat = START_TEMPERATURE * (END_TEMPERATURE / START_TEMPERATURE) ** ((share - begin) / (until - begin))
             old_state, old_offload = list(self._state), self._offload
             self._step()
-            cost = self._cost(self._score())
-            if cost > current and self._rng.random() >= math.exp((current - cost) / (heat * current)):
+            # The rule of Metropolis, solved for the cost: that of a worse state is accepted with exp(-increase / heat).
+            limit = current * (1 - heat * math.log(1 - self._rng.random()))
+            cost = self._cost_up_to(limit)
+            if cost > limit:
                 self._state, self._offload = old_state, old_offload
             else:
                 current = cost
@@ -287,7 +289,7 @@ class LocalSearch:
         best, least = self._state[i], math.inf
         for option, ranks in choices:
             self._put(i, option, ranks)
-            cost = self._cost(self._score())
+            cost = self._cost_up_to(least)
             if cost < least:
                 best, least = self._state[i], cost
         self._state[i] = best
@@ -360,6 +362,16 @@ class LocalSearch:
     # ---- costs
     def _score(self) -> Score:
         return self._progress.score(self._problem, self._state, self._offload)
+
+    def _cost_up_to(self, limit: float) -> float:
+        """Return the cost of the state, or a lower bound on it beyond ``limit``, for which no move is priced."""
+        problem, progress = self._problem, self._progress
+        if not problem.knows_moves(self._state):
+            least = problem.least_score(self._state, self._offload)
+            if self._cost(least) > limit and progress.best is not None and least >= progress.best:
+                progress.evaluations += 1
+                return self._cost(least)
+        return self._cost(self._score())
 
     def _cost(self, score: Score) -> float:
         """Return the seconds with a penalty for illegal states, which annealing may pass through to better plans."""

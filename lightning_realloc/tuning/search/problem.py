@@ -126,7 +126,25 @@ class Problem:
     # ---- costs
     def score(self, state: State, offload: frozenset[str] = frozenset()) -> Score:
         """Return the cost of a state; for an incomplete state, a lower bound on the cost of every completion."""
-        moves = [self.move_seconds(i, state) for i in self.numbers]
+        return self._score_with([self.move_seconds(i, state) for i in self.numbers], state, offload)
+
+    def least_score(self, state: State, offload: frozenset[str] = frozenset()) -> Score:
+        """Return a lower bound on the `score` of a state: moves that were not priced yet take no time.
+
+        Pricing a move takes as long as hundreds of scores on hundreds of devices.
+        """
+        keys = [self._needed_move(i, state) for i in self.numbers]
+        return self._score_with([0.0 if key is None else self._moves.get(key, 0.0) for key in keys], state, offload)
+
+    def knows_moves(self, state: State) -> bool:
+        """Whether the `score` of a state prices no move; True where ranks slow each other down.
+
+        There, tasks that start earlier may end later, so that scores have no such bound.
+        """
+        keys = (self._needed_move(i, state) for i in self.numbers)
+        return self.work.has_contention or all(key is None or key in self._moves for key in keys)
+
+    def _score_with(self, moves: Sequence[float], state: State, offload: frozenset[str]) -> Score:
         masks = self._task_masks(state, moves)
         durations = self._durations(state, moves, offload)
         # Without early calls, offloading does not change the schedule.
@@ -149,21 +167,29 @@ class Problem:
         A replica is filled once after each training call, for the first call that uses it. Weights that are never
         trained, such as a shared base, do not move again.
         """
-        call, chosen = self.calls[i], state[i]
-        home = state[call.home]
-        if not (call.is_trained and call.is_timed and chosen and home) or chosen.layout == home.layout:
+        key = self._needed_move(i, state)
+        if key is None:
             return 0.0
-        for j in self._since_training[i]:
-            other = state[j]
-            if other is None or other.layout == chosen.layout:
-                return 0.0
-        key = (i, home.layout, chosen.layout)
         if key not in self._moves:
             if len(self._moves) > _MAX_CACHED_MOVES:
                 self._moves.clear()
-            source, target = (Layout(one.option.dims, one.ranks.ranks) for one in (home, chosen))
+            call = self.calls[i]
+            places = state[call.home], state[i]
+            source, target = (Layout(one.option.dims, one.ranks.ranks) for one in places if one is not None)
             self._moves[key] = self.estimator.move_seconds(call.role, source, target)
         return self._moves[key]
+
+    def _needed_move(self, i: int, state: State) -> tuple[int, int, int] | None:
+        """Return the call and the layouts that weights move between before it; None if they do not move."""
+        call, chosen = self.calls[i], state[i]
+        home = state[call.home]
+        if not (call.is_trained and call.is_timed and chosen and home) or chosen.layout == home.layout:
+            return None
+        for j in self._since_training[i]:
+            other = state[j]
+            if other is None or other.layout == chosen.layout:
+                return None
+        return i, home.layout, chosen.layout
 
     def _calls_since_training(self, call: SearchedCall) -> tuple[int, ...]:
         """Return the calls of a role between its training and this call, across the border of iterations."""

@@ -17,6 +17,7 @@ from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.tuning.estimate.estimator import Estimator
 from lightning_realloc.tuning.search.plan_search import SearchResult, search_plan
@@ -278,6 +279,24 @@ def test_the_error_for_no_fitting_plan_has_the_missing_bytes_and_nodes() -> None
     nodes = int(re.search(r"(\d+) x 8 such", str(caught.value))[1])  # type: ignore[index]
     assert nodes > 1
     searched(toy(f"a100-80g:{nodes}x8", large=decoder(80, 8192, 64)))
+
+
+def test_moves_of_choices_that_are_too_slow_without_them_are_not_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    priced: list[int] = []
+
+    def search() -> SearchResult:
+        priced.append(0)
+        return searched(toy())
+
+    def counted(estimator: ToyEstimator, role: str, source: Layout, target: Layout) -> float:
+        priced[-1] += 1
+        return move_seconds(estimator, role, source, target)
+
+    move_seconds = ToyEstimator.move_seconds
+    monkeypatch.setattr(ToyEstimator, "move_seconds", counted)
+    found = search()
+    monkeypatch.setattr(Problem, "knows_moves", lambda *_: True)
+    assert found.plan == search().plan and priced[0] < 0.8 * priced[1], priced
 
 
 def test_missing_models_and_no_seconds_are_refused() -> None:
