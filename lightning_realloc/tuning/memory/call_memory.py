@@ -128,7 +128,7 @@ class CallMemory:
         if shape is None:
             return 0
         working = tokens * shape.working_elements(self._tp, self.sizes.dims.ep) * self.activation_bytes
-        return working + self._read_keys(tokens)
+        return working + self._read_keys(tokens) + self._sums
 
     def _exchanged(self, tokens: int) -> int:
         """Return the bytes of all-reduces that CPU ranks do by gathering; the previous message is still held."""
@@ -147,7 +147,17 @@ class CallMemory:
         shape = self.role.shape
         if shape is None:
             return 0
-        return tokens * shape.saved_bytes(self._tp, self.activation_bytes) + self._read_keys(tokens)
+        return tokens * shape.saved_bytes(self._tp, self.activation_bytes) + self._read_keys(tokens) + self._sums
+
+    @property
+    def _sums(self) -> int:
+        """Return the bytes of a block's experts with their adapters added, as a mean over the rank's blocks.
+
+        A pass computes them anew, and a backward pass needs them; generation merges them once unless FSDP wraps it.
+        """
+        if self.reads_base or (self.kind == "generate" and not self.is_wrapped):
+            return 0
+        return self.sizes.num_adapted_experts * self.weight_bytes // max(1, self.sizes.num_blocks)
 
     def _read_keys(self, tokens: int) -> int:
         """Return the bytes of other tokens' keys and values that a block reads where ranks divide queries of rows.

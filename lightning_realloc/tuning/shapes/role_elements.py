@@ -62,6 +62,8 @@ class RankElements:
     """Unsharded trained elements of the block with most of them."""
     num_adapted: int
     """Unsharded elements of the weights that have adapters."""
+    num_adapted_experts: int
+    """Unsharded elements of stacked experts that have adapters."""
 
 
 class Shards(NamedTuple):
@@ -260,6 +262,7 @@ class RoleElements:
             largest_block=int(held[1:-1].max(initial=0)),
             trained_block=int(trained[1:-1].max(initial=0)),
             num_adapted=int((adapted_counts @ whole).sum()),
+            num_adapted_experts=int((adapted_counts @ (whole * self.of_experts)).sum()),
         )
 
 

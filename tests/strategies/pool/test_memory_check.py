@@ -228,6 +228,21 @@ def compare_adapted(plan: dict[str, Any], precision: str) -> Comparison:
 
 
 @pytest.mark.exhaustive  # counted by hand: tests/tuning
+@CPU_ALONE
+def test_peaks_are_predicted_where_adapters_of_experts_are_trained(workers: WorkerPool) -> None:
+    plan = calls(actor_train="fsdp2", actor_generate="dp2", reference_infer="dp2")
+    found = workers.run(compare_adapted_experts, plan, world_size=2, init_process_group=False, deadline_s=120.0)
+    check(found, tolerance=0.12)
+
+
+def compare_adapted_experts(plan: dict[str, Any]) -> Comparison:
+    """Compare predicted and measured bytes of a mixture of experts, most of whose weights are experts."""
+    experts = ["experts.gate_up_proj", "experts.down_proj"]
+    peft = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "target_parameters": experts}
+    return compare(plan, "mixtral", vocab_size=1024, hidden_size=192, intermediate_size=512, peft=peft)
+
+
+@pytest.mark.exhaustive  # counted by hand: tests/tuning
 def test_forecasts_and_searches_count_the_measured_bytes_if_two_roles_share_a_base(workers: WorkerPool) -> None:
     plan = calls(actor_train="fsdp2", actor_generate="dp2", reference_infer="dp2")
     found = workers.run(compare_with_search, plan, world_size=2, init_process_group=False, deadline_s=120.0)

@@ -12,6 +12,7 @@ from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout import ModelSpec, ParamSpec, TensorParallelCut, sharded
+from lightning_realloc.layout.cuts import sharded_experts
 from lightning_realloc.limits import CHUNK_ELEMENTS, TILE_ELEMENTS
 from lightning_realloc.tuning.memory.advice import find_excess, in_half_precision
 from lightning_realloc.tuning.memory.forecast import MemoryForecast, forecast_memory
@@ -158,6 +159,35 @@ def test_a_role_that_shares_a_base_is_counted_once() -> None:
     apart = forecast(plan("dp1@0", "dp1@1", "dp1@0"), roles=roles)
     assert apart.at("reference.infer", 1).copies == 5 * 4000
     assert apart.at("actor.train", 0).copies == 0
+
+
+def test_experts_with_adapters_are_summed_in_every_pass_and_kept_for_its_backward_pass() -> None:
+    embedding, *blocks = SPEC.params
+    names = [f"block.{i}.experts.base_layer.up" for i in range(3)]
+    experts = [
+        replace(b, name=n, shape=(4, 25, 10), cuts=sharded_experts()) for b, n in zip(blocks, names, strict=True)
+    ]
+    factors = [ParamSpec(f"block.{i}.experts.lora_A.weight", (4, 10), block=i) for i in range(3)]
+    adapted, plain = (
+        RoleMemory(
+            model=replace(SPEC, params=(embedding, *held, *factors)),
+            shape=SHAPE,
+            frozen_params=frozenset(param.name for param in (embedding, *held)),
+        )
+        for held in (experts, blocks)
+    )
+    load = Workload(num_sequences=8, prompt_tokens=900, response_tokens=100, micro_batch_tokens=1000)
+
+    def added(call: str, **options: object) -> int:
+        chosen = plan("dp1", "dp1", {"layout": "dp1", **options})
+        roles = ({"actor": role, "reference": replace(role, shares="actor")} for role in (adapted, plain))
+        one, other = (forecast(chosen, load, each).at(call, 0).activations for each in roles)
+        return one - other
+
+    # 1000 elements in fp32 for each of three blocks, or for the recomputed one.
+    assert added("actor.train") == 3 * 4000
+    assert added("actor.train", gradient_checkpointing=True) == 4000
+    assert added("reference.infer") == added("actor.generate") == 0  # the base alone, and merged weights
 
 
 def test_building_needs_shards_and_one_tensor_at_a_time() -> None:
