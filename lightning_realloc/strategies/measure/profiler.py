@@ -21,6 +21,7 @@ from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import pack_columns
+from lightning_realloc.generation.core.model_config import text_config_of
 from lightning_realloc.layout import AXES, Layout, ModelLayout, ParallelDims
 from lightning_realloc.runtime.measure.group_timer import GroupTimer
 from lightning_realloc.runtime.measure.offload import OffloadCopier, make_copier
@@ -55,6 +56,8 @@ MIN_CONTENTION_S = 0.01
 """Least seconds of a measurement with several busy ranks. A longer one hides that they start at different moments."""
 NUM_REALLOCATIONS = 2
 """Timed reallocations, after one for warm-up. The fastest is kept."""
+MAX_TOKEN_IDS = 256
+"""Most different tokens of a measured pass. Raising it reaches more experts of mixtures with thousands of them."""
 MAX_BASE_OVERRUN = 6.0
 """Most seconds of the unsharded passes, as a multiple of those for measuring. Without them there is no profile."""
 MAX_BLOCKS, MAX_DECODE_BLOCKS = 3, 6
@@ -253,7 +256,7 @@ class Profiler:
             trains = kind.startswith("train")
             if trains not in models:
                 models[trains] = self._parallel_model(subject, depth, layout, trains=trains)
-            pack = _pack(size, self._options.facts.device)
+            pack = _pack(size, self._options.facts.device, text_config_of(models[trains]).vocab_size)
             if kind == "decode":
                 yield self._decode_seconds(subject, models[False], layout, size)
             elif kind == "infer":
@@ -400,11 +403,14 @@ def _copy_back_work(here: Tensor, copier: OffloadCopier) -> list[Callable[[], ob
     return [run]
 
 
-def _pack(size: Size, device: torch.device) -> Callable[[], PackedBatch]:
-    """Return a function that packs sequences of equal lengths, as a call does before every forward pass."""
-    count = size.sequences
-    prompts = torch.full((count, size.prompt), 3)
-    responses = torch.full((count, size.response), 4)
+def _pack(size: Size, device: torch.device, vocabulary: int) -> Callable[[], PackedBatch]:
+    """Return a function that packs sequences of equal lengths, as a call does before every forward pass.
+
+    Their tokens differ: routers send equal ones to the same few experts, whose weights alone would be read.
+    """
+    count, each = size.sequences, size.prompt + size.response
+    tokens = (torch.arange(count * each) % min(vocabulary, MAX_TOKEN_IDS)).view(count, each)
+    prompts, responses = tokens[:, : size.prompt], tokens[:, size.prompt :]
     samples = Samples(
         torch.arange(count),
         {

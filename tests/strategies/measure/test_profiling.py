@@ -18,6 +18,7 @@ from lightning_realloc.layout.dims import ParallelDims
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.measure import profiler, profiling
 from lightning_realloc.strategies.measure.profiling import Profile
+from lightning_realloc.tuning.estimate.pass_samples import Size
 from lightning_realloc.tuning.estimate.profile import ProfileTable
 from lightning_realloc.tuning.memory.parts import usable_bytes
 from lightning_realloc.tuning.shapes.lengths import Lengths
@@ -122,6 +123,11 @@ def test_a_run_measures_all_passes_of_plans_and_stores_them(workers: WorkerPool,
 def _degrees(*, dp: bool) -> list[ParallelDims]:
     replicas = [ParallelDims(dp=2)] if dp else []
     return [ParallelDims(), ParallelDims(fsdp=2), ParallelDims(tp=2), *replicas]
+
+
+def test_tokens_of_measured_passes_differ_since_equal_ones_reach_the_same_few_experts() -> None:
+    packed = profiler._pack(Size(2, 3, 4), torch.device("cpu"), 7)()
+    assert packed.lengths == (7, 7) and packed.input_ids.flatten().bincount().tolist() == [2] * 7
 
 
 class _Profiled(Callback):
