@@ -182,12 +182,26 @@ class MeasuredEstimator:
         }
 
     def _nearest(self, call: str, dims: ParallelDims) -> ParallelDims | None:
-        """Return the measured degrees nearest to ``dims``: with the same tp, then the same fsdp, then the largest."""
+        """Return the measured degrees nearest to ``dims``; None without any.
+
+        Those with the same tp come first, then those that exchange tokens as ``dims`` do, of which those with the same
+        ep; then those with the same fsdp and cp, then the largest.
+        """
         known = {replace(key.dims, pp=1) for key in self.table.passes}
-        fitting = [one for one in known if self.is_measured(call, one)]
-        return max(
-            fitting, key=lambda one: (one.tp == dims.tp, one.fsdp == dims.fsdp, one.size, one.degrees), default=None
-        )
+
+        def likeness(one: ParallelDims) -> tuple[object, ...]:
+            exchanges = (one.ep > 1) == (dims.ep > 1), one.ep == dims.ep
+            return (
+                one.tp == dims.tp,
+                *exchanges,
+                one.fsdp == dims.fsdp,
+                one.cp == dims.cp,
+                one.size,
+                one.degrees,
+                one.ep,
+            )
+
+        return max((one for one in known if self.is_measured(call, one)), key=likeness, default=None)
 
     def move_seconds(self, role: str, source: Layout, target: Layout) -> float:
         """Return the seconds to move a role's weights from their home to another layout; 0 between equal layouts.

@@ -35,9 +35,10 @@ def estimator(
     factors: dict[str, float] | None = None,
     adapted: bool = False,
     cluster: ClusterSpec = CLUSTER,
+    model: str = SMALL,
 ) -> MeasuredEstimator:
     """Return an estimator of four blocks; 2 of 4 ranks run at full speed, clipping and stepping takes 1 ms a weight."""
-    roles = roles_of(SMALL)
+    roles = roles_of(model)
     if adapted:
         roles["actor"] = with_adapters(roles["actor"], rank=4)
         roles["reference"] = replace(roles["actor"], frozen_params=frozenset(), shares="actor")
@@ -130,6 +131,21 @@ def test_unmeasured_calls_are_estimated_and_scaled_by_measured_ones() -> None:
     )
     nothing = estimator({})
     assert nothing.call_seconds("actor.train", cut) == worked_out.call_seconds("actor.train", cut)
+
+
+def test_experts_on_other_ranks_are_compared_with_measured_passes_that_exchange_tokens_too() -> None:
+    dims = [ALONE, ParallelDims(fsdp=4), ParallelDims(dp=2, ep=2)]
+    known: dict[tuple[PassKind, ParallelDims], PassTimes] = {
+        ("infer", one): passes(0.01 * one.size + (0.02 if one.ep > 1 else 0.0), 0.0) for one in dims
+    }
+    answers = estimator(known, model=f"{SMALL},experts=4,experts_per_token=2")
+    worked_out = answers.roofline.call_seconds
+    measured = seconds(answers, "reference.infer", "dp2.ep2@0-1")
+    assert measured == pytest.approx(64 * 4 * 0.04 + CALL_S)  # two ranks of four blocks each, as it was measured
+    off_by = measured / worked_out("reference.infer", CallPlan(Layout.parse("dp2.ep2@0-1"))).total
+    for layout in ("dp4.ep4", "fsdp4.ep2"):  # fsdp4 has the same shards, and sends no tokens
+        estimated = worked_out("reference.infer", CallPlan(Layout.parse(layout))).total
+        assert seconds(answers, "reference.infer", layout) == pytest.approx(UNMEASURED_FACTOR * off_by * estimated)
 
 
 @pytest.mark.parametrize(("layout", "shape"), [("tp2@0-1", "2x1"), ("fsdp2@0,2", "2x2"), ("dp2@0,2", "2x2")])
