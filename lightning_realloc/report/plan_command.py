@@ -92,8 +92,10 @@ def _search(request: PlanRequest, write: Write) -> bool:
     except NothingFitsError as error:
         if not error.shortage:
             raise PlanError(f"{error}{_headroom_hint(request)}") from None
-        end = time.process_time() + WAYS_OUT_SECONDS
-        ways_out = [*_lighter_that_fit(request, end), *_more_devices(task, request, error, end)]
+        begin = time.process_time()
+        end = begin + WAYS_OUT_SECONDS
+        enough = pricer.enough_nodes(lambda: time.process_time() > begin + WAYS_OUT_SECONDS / 2)
+        ways_out = [*_lighter_that_fit(request, end), *_more_devices(task, request, enough, end)]
         raise PlanError(f"{error.shortage}; {'; or '.join(ways_out)}{_headroom_hint(request)}") from None
     if request.flags.save is not None:
         _save(best, request)
@@ -135,15 +137,16 @@ def _lighter_that_fit(request: PlanRequest, end: float) -> Iterator[str]:
             yield f"{text} fits with {gib(best.peak.parts.total)} a device"
 
 
-def _more_devices(task: PlanningTask, request: PlanRequest, error: NothingFitsError, end: float) -> Iterator[str]:
-    if error.enough_nodes is None:
+def _more_devices(task: PlanningTask, request: PlanRequest, enough: int | None, end: float) -> Iterator[str]:
+    """Yield a sufficient number of devices; ``enough`` is one of nodes, or None if none is known."""
+    if enough is None:
         yield "no number of nodes that was tried suffices, use devices with more memory"
         return
-    fewer, each = _fewer_nodes(task, request, error.enough_nodes, end), task.cluster.devices_per_node
-    evidence = "suffice with one layout for all calls"
+    fewer, each = _fewer_nodes(task, request, enough, end), task.cluster.devices_per_node
+    evidence = "have room for every call on all of them"
     if fewer is not None:
         evidence = "are the fewest tested on which a short search finds a plan"
-    yield f"{fewer or error.enough_nodes} x {each} such devices {evidence}, or use devices with that much more memory"
+    yield f"{fewer or enough} x {each} such devices {evidence}, or use devices with that much more memory"
 
 
 def _fewer_nodes(task: PlanningTask, request: PlanRequest, enough: int, end: float) -> int | None:

@@ -23,7 +23,8 @@ from lightning_realloc.tuning.memory.forecast import SET_UP, MemoryForecast, Pha
 from lightning_realloc.tuning.memory.least_memory import least_by_phase
 from lightning_realloc.tuning.memory.memory_model import MemoryModel
 from lightning_realloc.tuning.search.default_plan import default_plan, largest_by_phase
-from lightning_realloc.tuning.search.infeasible import NothingFitsError
+from lightning_realloc.tuning.search.infeasible import NothingFitsError, enough_nodes
+from lightning_realloc.tuning.search.options import Pricing
 from lightning_realloc.tuning.search.plan_search import SearchResult, search_plan
 from lightning_realloc.tuning.search.planning_task import PlanningTask
 from lightning_realloc.tuning.search.space import CallOptions, common_dims
@@ -195,6 +196,13 @@ class PlanPricer:
         static = self.static(1, wanted=lambda priced: priced.can_run)
         able = (priced for priced in (*self.heuristic(), *static) if priced.can_run)
         return min(able, key=lambda priced: priced.seconds, default=None)
+
+    def enough_nodes(self, is_over: Callable[[], bool]) -> int | None:
+        """Return about the smallest larger number of nodes on which plans fit; see `infeasible.enough_nodes`."""
+        task, options = self.task, self.options
+        room = task.usable_bytes
+        pricing = Pricing(models=task.models, estimator=self.estimator, options=options, memory_budget=room)
+        return enough_nodes(pricing, is_over)
 
     def heuristic(self) -> list[PricedPlan]:
         """Return the heuristic plan, and the plan that a run without one takes if it is another."""

@@ -88,8 +88,8 @@ class Problem:
         self.dataflow, self.models, self.estimator = dataflow, models, estimator
         self.options, self.overlap, self.budget = options, overlap, memory_budget
         self.calls = searched_calls(estimator)
-        pricing = Pricing(models=models, estimator=estimator, options=options, memory_budget=memory_budget)
-        self.tables, self.is_complete = pricing.tables(self.calls, is_late, is_over)
+        self.pricing = Pricing(models=models, estimator=estimator, options=options, memory_budget=memory_budget)
+        self.tables, self.is_complete = self.pricing.tables(self.calls, is_late, is_over)
         self.work = Work(estimator, self.calls, self.tables)
         self.schedule_builder = ScheduleBuilder(
             dataflow, [dataflow.call(call.name) for call in self.calls], 1 if overlap == "none" else generation_chunks

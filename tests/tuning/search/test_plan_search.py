@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from dataclasses import replace
 
 import pytest
@@ -20,6 +19,9 @@ from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.tuning.estimate.estimator import Estimator
+from lightning_realloc.tuning.memory.parts import usable_bytes
+from lightning_realloc.tuning.search.infeasible import NothingFitsError, enough_nodes
+from lightning_realloc.tuning.search.options import Pricing
 from lightning_realloc.tuning.search.plan_search import SearchResult, search_plan
 from lightning_realloc.tuning.search.problem import Problem, Score
 from lightning_realloc.tuning.search.space import CallOptions
@@ -271,13 +273,20 @@ def test_a_search_without_time_for_pricing_returns_no_bound() -> None:
     assert result.gap == 1.0
 
 
-def test_the_error_for_no_fitting_plan_has_the_missing_bytes_and_nodes() -> None:
+def test_on_the_nodes_that_have_room_for_every_call_a_search_finds_a_plan() -> None:
     # 70B under Adam: 16 bytes for each of 64.4e9 elements exceed eight devices of 80 GiB.
     estimator = toy("a100-80g:1x8", large=decoder(80, 8192, 64))
-    with pytest.raises(PlanError, match=r"lacks [\d,]+ bytes.*; \d+ x 8 such devices would do") as caught:
+    with pytest.raises(NothingFitsError, match=r"lacks [\d,]+ bytes.*; use more such devices"):
         searched(estimator)
-    nodes = int(re.search(r"(\d+) x 8 such", str(caught.value))[1])  # type: ignore[index]
-    assert nodes > 1
+    pricing = Pricing(
+        models=estimator.models,
+        estimator=estimator,
+        options=CallOptions(micro_batch_tokens=(8192,)),
+        memory_budget=usable_bytes(estimator.cluster.device_memory_bytes),
+    )
+    assert enough_nodes(pricing, lambda: True) is None
+    nodes = enough_nodes(pricing, lambda: False)
+    assert nodes is not None and nodes > 1
     searched(toy(f"a100-80g:{nodes}x8", large=decoder(80, 8192, 64)))
 
 
