@@ -227,10 +227,14 @@ class Pricing:
         return _pareto(self._fitting(call, layout))
 
     def _fitting(self, call: SearchedCall, layout: Layout, plans: Iterable[CallPlan] | None = None) -> list[Option]:
-        """Return the options of a layout that fit; ``plans`` are those to price, None for all."""
+        """Return the options of a layout that fit; ``plans`` are those to price, None for all.
+
+        A call reads its replica next to the home, or the home itself, whichever is smaller.
+        """
         resident = self.estimator.resident_bytes(call.role, layout, is_home=call.is_home)
         further = further_bytes(self.estimator, call, layout)
-        kept = (resident if call.is_home else 0) + further
+        home = resident if call.is_home else self.estimator.resident_bytes(call.role, layout, is_home=True)
+        kept = min(resident, home) + further
         if kept > self.memory_budget:
             return []
         is_copied = call.kind == "generate" and self.estimator.generates_in_copy(call.owner, layout)

@@ -335,6 +335,21 @@ def test_the_error_where_nothing_fits_names_call_layout_and_parts_that_add_up() 
     assert summed == pytest.approx(total, abs=0.02 * 1024 if "GiB" in text else 0.1)
 
 
+def test_a_call_has_no_option_in_a_layout_whose_replica_alone_leaves_too_little_room() -> None:
+    bench, layout = pricer(80 << 30), Layout.parse("dp8")
+    call = next(call for call in searched_calls(bench.estimator) if call.name == "actor.generate")
+    plans = bench.options.plans("generate", layout)
+    least = min(bench.estimator.active_bytes("actor.generate", plan) for plan in plans)
+    least += bench.estimator.resident_bytes("actor", layout, is_home=False)  # less than those of the trained home
+    fitting, none = (
+        Pricing(
+            models=bench.task.models, estimator=bench.estimator, options=bench.options, memory_budget=budget
+        )._priced(call, layout)
+        for budget in (least, least - 1)
+    )
+    assert len(fitting) == 1 and not none
+
+
 def test_pricing_that_is_late_takes_the_most_promising_layouts_of_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_realloc.tuning.search.options.MIN_LAYOUTS", 4)
     bench = pricer(4 << 30, cluster="a100-80g:2x4")
