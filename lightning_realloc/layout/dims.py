@@ -183,7 +183,7 @@ class Layout:
         strides = (math.prod(self.dims.degrees[number + 1 :]) for number in range(len(AXES)))
         spans = dict(zip(AXES, zip(self.dims.degrees, strides, strict=True), strict=True))
         object.__setattr__(self, "_spans", spans | _expert_spans(self.dims))
-        if any(rank < 0 for rank in self.ranks):
+        if min(self.ranks, default=0) < 0:
             raise LayoutError(
                 f"ranks must be 0 or more, got {min(self.ranks)} in {self.dims}@{format_ranks(self.ranks)}"
             )

@@ -108,8 +108,8 @@ def _search(request: PlanRequest, write: Write) -> bool:
     timeline = timeline_table(best.timeline, num_devices=task.cluster.num_devices)
     write(f"\nTimeline of an iteration, in seconds\n{timeline}\n")
     write(f"\nMemory of the fullest ranks\n{memory_table(best)}\n")
-    static, num_tried = pricer.static(MAX_STATIC_PLANS), len(pricer.static_plans())
-    others = alternatives_table(best, pricer.heuristic(), static, num_tried=num_tried)
+    static, num_static = pricer.static(MAX_STATIC_PLANS), pricer.num_static_plans
+    others = alternatives_table(best, pricer.heuristic(), static, num_tried=num_static)
     write(f"\nCompared with other plans\n{others}\n")
     if request.flags.save is not None:
         rejection = "" if best.can_start else "; --check rejects it, since it cannot start on such devices"

@@ -79,6 +79,8 @@ class MemoryModel:
             is_trained=self.is_trained(owner),
             reads_base=owner != call.role,
         )
+        if not call.partners:
+            return made
         return replace(made, partners_cache=sum(self._cache_of_partner(made, role) for role in call.partners))
 
     def _cache_of_partner(self, call: CallMemory, role: str) -> int:

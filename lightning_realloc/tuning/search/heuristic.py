@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from types import MappingProxyType
 
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
@@ -175,9 +176,8 @@ class _Ranks:
         yield from (ParallelDims(tp=tp) for tp in degrees[len(inside) :])
 
     def _largest_share(self, model: ModelSpec, dims: ParallelDims) -> int:
-        """Return the bytes of a replica on its fullest rank: of the ranks of a stage, the first one holds the most."""
-        replica = ModelLayout(model, Layout(dims, tuple(range(dims.size))))
-        return max(map(replica.num_local_elements, range(0, dims.size, dims.tp))) * self._element_bytes
+        """Return the bytes of a replica on its fullest rank."""
+        return _most_elements(model, dims) * self._element_bytes
 
     def divided(self, roles: Sequence[str]) -> list[tuple[int, ...]] | None:
         """Return consecutive ranks for each role, in proportion to their sizes; None if there are too few ranks.
@@ -192,6 +192,16 @@ class _Ranks:
             return None
         bounds = [sum(counts[:index]) * grain for index in range(len(counts) + 1)]
         return [self.all[begin:end] for begin, end in itertools.pairwise(bounds)]
+
+
+@lru_cache(maxsize=256)
+def _most_elements(model: ModelSpec, dims: ParallelDims) -> int:
+    """Return the elements of a replica on its fullest rank: of the ranks of a stage, the first one holds the most.
+
+    Heuristic plans for devices with other memory ask for the same ones, which take a tenth of a second each.
+    """
+    replica = ModelLayout(model, Layout(dims, tuple(range(dims.size))))
+    return max(map(replica.num_local_elements, range(0, dims.size, dims.tp)))
 
 
 def _homes(dataflow: Dataflow, ranks: _Ranks) -> dict[str, Layout]:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeAlias
 
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
-from lightning_realloc.layout.dims import Layout
+from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.tuning.estimate.estimator import Estimator
 from lightning_realloc.tuning.memory.advice import gibibytes
 from lightning_realloc.tuning.memory.forecast import SET_UP, MemoryForecast, PhaseMemory
@@ -93,7 +93,7 @@ class PlanPricer:
         self.task, self.estimator = task, estimator
         self.options = task.call_options(options or CallOptions())
         self._memory = MemoryModel(task.dataflow, task.roles, task.settings, task.workload)
-        self._static: list[ExecutionPlan] | None = None
+        self._static: dict[ParallelDims, ExecutionPlan] = {}
         self._heuristic: list[PricedPlan] | None = None
         """The results of `heuristic`, whose forecasts take seconds for a thousand devices."""
 
@@ -228,19 +228,32 @@ class PlanPricer:
             count: Most plans to return.
             wanted: Which of the priced plans to return.
         """
-        plans = self.static_plans()
-        needs = {plan: max(self._kept_by_rank(plan)) + self._most_active(plan) for plan in plans}
-        room = self.task.usable_bytes
-        near = [
+        room, layouts = self.task.usable_bytes, self._static_layouts
+        kept = {layout: max(self._kept_by_rank(ExecutionPlan.static(self.task.dataflow, layout))) for layout in layouts}
+        most = MAX_OVERESTIMATE * room
+        plans = [self._static_plan(layout) for layout in layouts if kept[layout] <= most]
+        near = [plan for plan in plans if kept[plan.layouts[0]] + self._most_active(plan) <= most]
+        possible = (
             plan
-            for plan in plans
-            if needs[plan] <= MAX_OVERESTIMATE * room and max(least_by_phase(self._memory, plan).values()) <= room
-        ]
-        fitting = filter(wanted, map(self.price, sorted(near, key=self._seconds_in_turn)))
-        found = list(itertools.islice(fitting, count))
-        if not found and plans:
-            return [self.price(min(plans, key=lambda plan: needs[plan]))]
+            for plan in sorted(near, key=self._seconds_in_turn)
+            if max(least_by_phase(self._memory, plan).values()) <= room
+        )
+        found = list(itertools.islice(filter(wanted, map(self.price, possible)), count))
+        if not found and layouts:
+            return [self.price(self._smallest_static(kept))]
         return sorted(found, key=lambda priced: priced.seconds)
+
+    def _smallest_static(self, kept: Mapping[Layout, int]) -> ExecutionPlan:
+        """Return the static plan that needs the fewest bytes; ``kept`` are those that stay between its calls."""
+        smallest, least = None, math.inf
+        for layout in sorted(kept, key=lambda one: kept[one]):
+            if kept[layout] >= least:
+                break
+            plan = self._static_plan(layout)
+            if (needed := kept[layout] + self._most_active(plan)) < least:
+                smallest, least = plan, needed
+        assert smallest is not None, "there is a layout"
+        return smallest
 
     def _closest(self) -> str:
         """Return a sentence about the simple plan that lacks fewest bytes: its fullest phase, with all its parts."""
@@ -260,12 +273,23 @@ class PlanPricer:
 
     def static_plans(self) -> list[ExecutionPlan]:
         """Return every plan with one layout for all calls on all ranks, with its best options."""
-        if self._static is None:
-            flow, cluster = self.task.dataflow, self.task.cluster
-            ranks = tuple(range(cluster.num_devices))
-            layouts = [Layout(dims, ranks) for dims in common_dims(flow, self.task.models, cluster, self.options)]
-            self._static = [self.with_best_options(ExecutionPlan.static(flow, layout)) for layout in layouts]
-        return self._static
+        return [self._static_plan(layout) for layout in self._static_layouts]
+
+    @property
+    def num_static_plans(self) -> int:
+        """Number of the `static_plans`, most of which a large cluster makes only on demand."""
+        return len(self._static_layouts)
+
+    @cached_property
+    def _static_layouts(self) -> list[Layout]:
+        flow, cluster = self.task.dataflow, self.task.cluster
+        ranks = tuple(range(cluster.num_devices))
+        return [Layout(dims, ranks) for dims in common_dims(flow, self.task.models, cluster, self.options)]
+
+    def _static_plan(self, layout: Layout) -> ExecutionPlan:
+        if layout.dims not in self._static:
+            self._static[layout.dims] = self.with_best_options(ExecutionPlan.static(self.task.dataflow, layout))
+        return self._static[layout.dims]
 
     def _seconds_in_turn(self, plan: ExecutionPlan) -> float:
         calls = (call for call in self.task.dataflow.iteration_calls if call.role is not None)
@@ -278,7 +302,7 @@ class PlanPricer:
     # ---- options
     def with_best_options(self, plan: ExecutionPlan) -> ExecutionPlan:
         """Return a plan with the fastest options that fit for each call; if none fit, with those that need least."""
-        kept = list(self._kept_by_rank(plan))
+        kept = self._kept_by_rank(plan)
         chosen = []
         for name, before in plan.calls:
             call = self.task.dataflow.call(name)
@@ -287,14 +311,14 @@ class PlanPricer:
         return replace(plan, calls=tuple(chosen))
 
     def _best_options(self, call: ModelFunctionCall, layout: Layout, room: int) -> CallPlan:
-        def cost(plan: CallPlan) -> tuple[int, float]:
-            beyond = max(0, self.estimator.active_bytes(call.name, plan) - room)
-            return beyond, math.inf if beyond else self.estimator.call_seconds(call.name, plan).total
+        """Return the fastest options that need at most ``room`` bytes, or those that need the fewest."""
+        plans = self.options.plans(call.kind, layout)
+        by_seconds = sorted(plans, key=lambda plan: self.estimator.call_seconds(call.name, plan).total)
+        fitting = (plan for plan in by_seconds if self.estimator.active_bytes(call.name, plan) <= room)
+        return next(fitting, None) or min(plans, key=lambda plan: self.estimator.active_bytes(call.name, plan))
 
-        return min(self.options.plans(call.kind, layout), key=cost)
-
-    def _kept_by_rank(self, plan: ExecutionPlan) -> Iterator[int]:
-        """Yield the bytes that each rank keeps between calls: homes, and replicas."""
+    def _kept_by_rank(self, plan: ExecutionPlan) -> list[int]:
+        """Return the bytes that each rank keeps between calls: homes, and replicas."""
         flow, prices = self.task.dataflow, self.estimator
         replicas: set[tuple[str, Layout, bool]] = set()
         for call in flow.model_calls:
@@ -304,9 +328,9 @@ class PlanPricer:
                 replicas.add((role, home, True))
                 if layout != home or (call.kind == "generate" and prices.generates_in_copy(role, layout)):
                     replicas.add((role, layout, False))
-        sizes = [
-            (set(layout.ranks), prices.resident_bytes(role, layout, is_home=is_home))
-            for role, layout, is_home in replicas
-        ]
-        for rank in range(self.task.cluster.num_devices):
-            yield sum(size for ranks, size in sizes if rank in ranks)
+        kept = [0] * self.task.cluster.num_devices
+        for role, layout, is_home in replicas:
+            size = prices.resident_bytes(role, layout, is_home=is_home)
+            for rank in layout.ranks:
+                kept[rank] += size
+        return kept

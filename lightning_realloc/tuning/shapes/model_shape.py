@@ -159,6 +159,8 @@ class ModelShape:
 
     def row_shares(self, dims: ParallelDims) -> int:
         """Return how many of ``dims.cp`` ranks read the same heads' keys, as others divide the heads."""
+        if dims.cp == 1:
+            return 1
         return dims.cp // num_head_shares([(self.num_heads, self.num_kv_heads)], dims.cp, dims.tp)
 
     def kv_cache_elements(self, tp: int) -> int:
