@@ -21,6 +21,8 @@ MIN_PACKED_FLOAT32_WEIGHTS = 512 * 512
 """Weights of a float32 layer from which on packing it is faster; in bfloat16 it always is."""
 READING_THE_SAME = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linear layers of these names share one product where they are called with the same tensor."""
+ABSORBED_PROJECTION = "kv_b_proj"
+"""Linear layer that expands latents to keys and values, and that decoding absorbs into queries and outputs."""
 DEFAULT_MICRO_BATCH_TOKENS = 8192
 """Tokens of a forward pass outside of generation. More: fewer and larger products, and more memory for activations."""
 MICRO_BATCH_TOKENS = {"cpu": 2048}

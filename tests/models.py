@@ -66,6 +66,10 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "layerdrop": 0.0,
     },
 }
+_LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}  # fmt: skip
 EXPERT_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "mixtral": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {**SIZES, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
@@ -78,12 +82,19 @@ FURTHER_EXPERT_FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
     },
     "deepseek_v3": {
-        **SIZES, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
-        "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
-        "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+        **SIZES, **_LATENT, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+        "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
     },
 }  # fmt: skip
 """Further mixtures of experts: with norms over all heads, and with shared experts and a first dense block."""
+LATENT_FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v2": {
+        **SIZES, **_LATENT, "q_lora_rank": None, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48, "first_k_dense_replace": 1,
+    },
+    "minicpm3": {**SIZES, **_LATENT, "qk_rope_head_dim": 16, "dim_model_base": None},
+}  # fmt: skip
+"""Families with latent attention next to deepseek_v3: another mixture of experts, and a dense one."""
 SCORING_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gemma2": {**SIZES, "head_dim": 16, "sliding_window": 6, "attn_logit_softcapping": 0.5},
     "gpt_oss": {**SIZES, "head_dim": 16, "sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -109,7 +120,7 @@ def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedMod
     """Build the family's causal language model: fp32, eval mode, eager attention; ``overrides`` go to its config."""
     settings = {
         "attn_implementation": "eager",
-        **{**FAMILIES, **EXPERT_FAMILIES, **FURTHER_EXPERT_FAMILIES, **SCORING_FAMILIES}[family],
+        **{**FAMILIES, **EXPERT_FAMILIES, **FURTHER_EXPERT_FAMILIES, **LATENT_FAMILIES, **SCORING_FAMILIES}[family],
         **overrides,
     }
     config = AutoConfig.for_model(family, **settings)

@@ -14,9 +14,9 @@ from lightning_realloc.generation import Completion, GenerationEngine, SamplingP
 from tests.devices import DEVICES
 from tests.generation.test_engine import draw_prompts, tokens_of
 from tests.matrices import matrix
-from tests.models import EXPERT_FAMILIES, FAMILIES, SCORING_FAMILIES, tiny_model
+from tests.models import EXPERT_FAMILIES, FAMILIES, LATENT_FAMILIES, SCORING_FAMILIES, tiny_model
 
-ALL_FAMILIES = (*FAMILIES, *EXPERT_FAMILIES, *SCORING_FAMILIES)
+ALL_FAMILIES = (*FAMILIES, *EXPERT_FAMILIES, *LATENT_FAMILIES, *SCORING_FAMILIES)
 NUM_TOKENS = 14
 SAMPLED = SamplingParams(max_new_tokens=40, n=2, seed=3, ignore_eos=True)
 LIMITS = [2, 20, 6, 12, 4, 16, 9, 20, 5]

@@ -56,7 +56,9 @@ def _alone(family: str) -> dict[int, tuple[int, ...]]:
     return {completion.sample_id: completion.token_ids for completion in completions}
 
 
-@pytest.mark.parametrize(("family", "layout"), [("llama", "tp2"), ("qwen2", "tp4"), ("gpt_neox", "tp2")])
+@pytest.mark.parametrize(
+    ("family", "layout"), [("llama", "tp2"), ("qwen2", "tp4"), ("gpt_neox", "tp2"), ("deepseek_v3", "tp2")]
+)
 def test_tensor_parallel_ranks_agree_bitwise_and_draw_the_tokens_of_one_rank(
     workers: WorkerPool, family: str, layout: str
 ) -> None:
@@ -180,10 +182,14 @@ def test_tensor_parallel_ranks_with_different_clocks_generate_the_same(workers: 
     assert first == second
 
 
-@pytest.mark.parametrize("layout", ["fsdp4", "fsdp2.tp2"])
-def test_sharded_ranks_with_unequal_work_draw_the_tokens_of_one_rank(workers: WorkerPool, layout: str) -> None:
-    results = workers.run(_generate, "llama", layout, world_size=4)
+@pytest.mark.parametrize(
+    ("family", "layout"), [("llama", "fsdp4"), ("llama", "fsdp2.tp2"), ("deepseek_v3", "fsdp2.tp2")]
+)
+def test_sharded_ranks_with_unequal_work_draw_the_tokens_of_one_rank(
+    workers: WorkerPool, family: str, layout: str
+) -> None:
+    results = workers.run(_generate, family, layout, world_size=4)
     drawn = {completion.sample_id: completion.token_ids for result in results for completion in result}
-    assert drawn == _alone("llama")
+    assert drawn == _alone(family)
     if layout == "fsdp4":
         assert results[3] == []

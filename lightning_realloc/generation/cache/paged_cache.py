@@ -328,7 +328,7 @@ class PagedPlaces(StepPlaces):
         for rows, pages in self._blocks:
             keys, values = self._cache.gather(stored, pages)
             count = rows.stop - rows.start
-            yield rows, keys.view(count, -1, *keys.shape[1:]), values.view(count, -1, *values.shape[1:])
+            yield rows, keys.unflatten(0, (count, -1)), values.unflatten(0, (count, -1))
 
 
 class CapturedPages(PagedPlaces):

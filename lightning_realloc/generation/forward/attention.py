@@ -13,13 +13,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.cache.kv_cache import StepPlaces
 from lightning_realloc.generation.core.model_config import OTHER_ENGINE
+from lightning_realloc.generation.forward.cached_attention import Scores, StoredLayer, decode, read
 from lightning_realloc.generation.forward.expert_records import ExpertRecords
+from lightning_realloc.generation.forward.latents import CachedHeads, heads_of, latents_given_back, latents_kept
 from lightning_realloc.generation.forward.packed_step import PackedStep, is_visible
 from lightning_realloc.runtime.forward.attention.soft_caps import capped
 from lightning_realloc.runtime.forward.attention.varlen import attend_varlen, can_attend_varlen
@@ -27,54 +28,6 @@ from lightning_realloc.runtime.forward.routers import RoutedPass
 
 IMPLEMENTATION = "realloc_slots"
 STEP_ARGUMENT = "realloc_step"
-_QUERY_BLOCK = 1024
-"""Queries of one segment that share a mask; bounds the mask's memory."""
-_SCORED_QUERY_BLOCK = 128
-"""The same for layers without fused attention, where every head's scores take memory too."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Scores:
-    """Turns the products of one layer's queries and keys into weights."""
-
-    scaling: float | None
-    """Factor of the products; None: one over the square root of the head size."""
-    softcap: float | None = None
-    """Replaces scores by ``softcap * tanh(score / softcap)``. Source: Gemma 2, arXiv:2408.00118, section 2."""
-    sinks: Tensor | None = None
-    """(H,) Score per query head of one more key, which has no value; weights then sum to less than 1. Source: gpt-oss,
-    arXiv:2508.10925, section 2.2."""
-
-    @property
-    def are_plain(self) -> bool:
-        """Whether torch's fused attention computes the weights."""
-        return self.softcap is None and self.sinks is None
-
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor) -> Tensor:
-        """Return the output (B, H, T, D_v) of queries (B, H, T, D) on keys and values (B, H_kv, S, D).
-
-        If query heads that share a key-value head were laid out as rows of one, H is H_kv, and T holds the first of
-        these heads' rows, then the second's. ``mask`` broadcasts to (B, H, T, S). It is boolean, True where a query
-        sees a key, or is added to the scores.
-        """
-        if self.are_plain:
-            grouped = queries.shape[1] != keys.shape[1]
-            return scaled_dot_product_attention(
-                queries, keys, values, attn_mask=mask, scale=self.scaling, enable_gqa=grouped
-            )
-        repeats = queries.shape[1] // keys.shape[1]
-        if repeats > 1:
-            keys, values = (tensor.repeat_interleave(repeats, 1) for tensor in (keys, values))
-        scores = (queries @ keys.transpose(-1, -2)).float()
-        scores = scores * (queries.shape[-1] ** -0.5 if self.scaling is None else self.scaling)
-        scores = capped(scores, self.softcap)
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
-        if self.sinks is not None:
-            batch, heads, rows, _ = scores.shape
-            by_row = self.sinks.float().view(heads, -1).repeat_interleave(rows // (len(self.sinks) // heads), 1)
-            scores = torch.cat([scores, by_row.expand(batch, heads, rows)[..., None]], -1)
-        weights = torch.softmax(scores, -1)[..., : keys.shape[2]]
-        return weights.to(values.dtype) @ values
 
 
 @dataclass(slots=True)
@@ -95,23 +48,33 @@ class Tile:
     _hidden: dict[int | None, list[Tensor]] = field(default_factory=dict, init=False)
 
     def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores, window: int | None
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scores: Scores,
+        window: int | None,
+        heads: CachedHeads,
     ) -> Tensor:
         """Store keys and values (T, H_kv, D) of a layer; return the output (T, H, D_v) of queries (T, H, D)."""
         is_dummy = not self.blocks  # it shows a bounded cache the layers' shapes
-        stored = self.cached.store(layer, *(part[:0] if is_dummy else part for part in (keys, values)))
+        kept = (part[:0] if is_dummy else part for part in (keys, values))
+        stored = heads.places(self.cached).store(layer, *kept)
+        queries = heads.absorb(queries)
         if stored is None or is_dummy:
-            return queries.new_zeros(*queries.shape[:2], values.shape[-1])
-        all_keys, all_values = (tensor.flatten(0, 1) for tensor in stored)
-        with torch.autocast(queries.device.type, enabled=False):
-            return self._attend(queries, all_keys, all_values, scores, window)
+            attended = queries.new_zeros(*queries.shape[:2], values.shape[-1])
+        else:
+            all_keys, all_values = (tensor.flatten(0, 1) for tensor in stored)
+            with torch.autocast(queries.device.type, enabled=False):
+                attended = self._attend(queries, all_keys, all_values, scores, window)
+        return heads.project(attended)
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, scores: Scores, window: int | None) -> Tensor:
         """Attend block by block, rescaling what was added before. Source: Milakov, Gimelshein, arXiv:1805.02867."""
         count, heads, size = queries.shape
         groups, exact = keys.shape[1], torch.promote_types(queries.dtype, torch.float32)
-        scaling = size**-0.5 if scores.scaling is None else scores.scaling
-        by_group = (queries.to(exact) * scaling).view(count, groups, heads // groups, size)
+        by_group = (queries.to(exact) * scores.scaling).view(count, groups, heads // groups, size)
         highest = by_group.new_full((count, groups, heads // groups, 1), float("-inf"))
         total = torch.zeros_like(highest)
         if scores.sinks is not None:
@@ -150,7 +113,8 @@ def slot_attention(model: nn.Module) -> Iterator[None]:
         if padding is not None:  # GPT-2 looks for it among the tokens to warn of a missing mask, and waits for them
             vars(config)["pad_token_id"] = None  # past the check of some configs that there is one
         model.eval()
-        yield
+        with latents_kept(model):
+            yield
     finally:
         config._attn_implementation = before
         if padding is not None:
@@ -167,7 +131,8 @@ def attention_given_back(model: nn.Module) -> Iterator[None]:
     try:
         if before == IMPLEMENTATION:
             config._attn_implementation = None  # until the other call sets its own: nothing else runs the model
-        yield
+        with latents_given_back(model):
+            yield
     finally:
         config._attn_implementation = before
 
@@ -202,6 +167,7 @@ def attend_slots(
     window = _checked_window(module, step, sliding_window)
     if others.get("position_bias") is not None:
         _refuse_attention(module, "position_bias")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = Scores(scaling, others.get("softcap"), others.get("s_aux"))
     if scores.sinks is not None and len(scores.sinks) != query.shape[1]:
         _refuse_attention(module, f"the sinks of {len(scores.sinks)} heads in a layout that leaves it {query.shape[1]}")
@@ -209,35 +175,48 @@ def attend_slots(
         _refuse_attention(module, "a mask of its own")
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     layer: Any = module.layer_idx
+    heads = heads_of(module, key)
     if isinstance(step, Tile):
-        return step.attend(layer, queries, keys, values, scores, window)[None], None
-    return _attend_packed(layer, queries, keys, values, step, scores, window)[None], None
+        return step.attend(layer, queries, keys, values, scores, window, heads)[None], None
+    places = heads.places(step.cached)
+    stored = StoredLayer(places, places.store(layer, keys, values), scores, window)
+    return _attend_packed(queries, keys, values, stored, step, heads)[None], None
 
 
 def _attend_packed(
-    layer: int, queries: Tensor, keys: Tensor, values: Tensor, step: PackedStep, scores: Scores, window: int | None
+    queries: Tensor, keys: Tensor, values: Tensor, layer: StoredLayer, step: PackedStep, heads: CachedHeads
 ) -> Tensor:
-    """Attend from a packed step's tokens (N, H, D), whose keys and values are (N, H_kv, D); return (N, H, D_v)."""
+    """Attend from a packed step's tokens (N, H, D), given their keys and values (N, H_kv, D) for the cache.
+
+    Returns (N, H, D_v).
+    """
     split = step.num_prefill
-    stored = step.cached.store(layer, keys, values)
     attended = []
-    if step.reads_from_the_beginning and scores.are_plain and can_attend_varlen(queries, values):
-        read = attend_varlen(
-            queries[:split], keys[:split], values[:split], *step.segment_bounds(),
-            scaling=scores.scaling, window=window,
-        )  # fmt: skip
-        attended.append(read)
-    else:
-        for segment in step.segments:
-            span = slice(segment.start, segment.stop)
-            whole = (keys[span], values[span])
-            if segment.begin:  # the slot holds the positions before
-                whole = step.cached.sequence(stored, segment.slots[0], segment.end)
-            attended.append(_read(queries[span], whole, scores, window))
+    if split:
+        own = heads.expand(keys[:split], values[:split])
+        attended += _attend_segments(queries[:split], own, layer, step, heads)
     if step.counts:
-        attended.append(_decode(queries[split:], stored, step, scores, window))
+        attended.append(heads.project(decode(heads.absorb(queries[split:]), layer, step)))
     # Contiguous like the output of torch's attention: some layers (AFMoE) take a view of it.
     return torch.cat(attended) if len(attended) > 1 else attended[0].contiguous()
+
+
+def _attend_segments(
+    queries: Tensor, own: tuple[Tensor, Tensor], layer: StoredLayer, step: PackedStep, heads: CachedHeads
+) -> list[Tensor]:
+    """Attend from the segments' tokens (N, H, D), which have the heads' ``own`` keys and values; return (N, H, D_v)."""
+    if step.reads_from_the_beginning and layer.scores.are_plain and can_attend_varlen(queries, own[1]):
+        scaling, window = layer.scores.scaling, layer.window
+        return [attend_varlen(queries, *own, *step.segment_bounds(), scaling=scaling, window=window)]
+    attended = []
+    for segment in step.segments:
+        span = slice(segment.start, segment.stop)
+        if segment.begin:  # the slot holds the positions before
+            whole = layer.sequence(segment.slots[0], segment.end)
+            attended.append(heads.project(read(heads.absorb(queries[span]), whole, layer)))
+        else:
+            attended.append(read(queries[span], (own[0][span], own[1][span]), layer))
+    return attended
 
 
 def _checked_window(module: nn.Module, step: PackedStep | Tile, window: int | Literal["unset"] | None) -> int | None:
@@ -300,66 +279,6 @@ def _refuse_attention(module: nn.Module, extra: str) -> None:
     raise GenerationError(
         f"{type(module).__name__} attends with {extra}, which in-process generation does not implement; {OTHER_ENGINE}"
     )
-
-
-def _decode(queries: Tensor, stored: Any, step: PackedStep, scores: Scores, window: int | None) -> Tensor:
-    """Attend from the slots' tokens (N, H, D) to the slots' content; return (N, H, D_v)."""
-    laid_out = step.grid.lay_out(queries)
-    attended = [_decode_grid(step.grid.as_grid(laid_out), stored, step, scores, window)]
-    for overhang in step.grid.overhangs:
-        own = laid_out[overhang.start : overhang.stop]
-        whole = step.cached.sequence(stored, overhang.slot, step.row_lengths[overhang.slot])
-        attended.append(_decode_overhang(own, whole, step.overhang_mask(overhang, window, own.dtype), scores))
-    return step.grid.tokens_of(torch.cat(attended) if len(attended) > 1 else attended[0])
-
-
-def _decode_overhang(queries: Tensor, contents: tuple[Tensor, Tensor], mask: Tensor, scores: Scores) -> Tensor:
-    """Attend from the last T tokens (T, H, D) of a slot to all of it (S, H_kv, D); return (T, H, D_v)."""
-    keys, values = (tensor.transpose(0, 1)[None] for tensor in contents)
-    count, groups, repeats = len(queries), keys.shape[1], queries.shape[1] // keys.shape[1]
-    by_group = queries.view(count, groups, repeats, -1).permute(1, 2, 0, 3).reshape(1, groups, repeats * count, -1)
-    attended = scores.attend(by_group, keys, values, mask=mask.repeat(repeats, 1))
-    return attended.view(groups, repeats, count, -1).permute(2, 0, 1, 3).reshape(count, groups * repeats, -1)
-
-
-def _decode_grid(grid: Tensor, stored: Any, step: PackedStep, scores: Scores, window: int | None) -> Tensor:
-    """Attend from a grid of tokens (rows, width, H, D) to their slots; return (rows * width, H, D_v)."""
-    rows, width, heads = grid.shape[:3]
-    blocks = []
-    for own, keys, values in step.cached.blocks(stored):
-        count, length, groups = keys.shape[:3]
-        # Query heads that share a key-value head become query positions, so keys are read once.
-        by_group = grid[own].reshape(count, width, groups, heads // groups, -1).permute(0, 2, 3, 1, 4)
-        mask = step.decode_mask(window, heads // groups, grid.dtype)
-        attended = scores.attend(
-            by_group.reshape(count, groups, heads // groups * width, -1),
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
-            mask=mask[own, ..., :length],
-        )
-        blocks.append(attended.reshape(count, groups, heads // groups, width, -1).permute(0, 3, 1, 2, 4))
-    by_token = torch.cat(blocks) if len(blocks) > 1 else blocks[0]
-    return by_token.reshape(rows * width, heads, -1)
-
-
-def _read(queries: Tensor, contents: tuple[Tensor, Tensor], scores: Scores, window: int | None) -> Tensor:
-    """Attend causally from the last T tokens (T, H, D) of a sequence to all of it (S, H_kv, D); return (T, H, D_v)."""
-    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (queries, *contents))
-    num_queries, length = q.shape[2], k.shape[2]
-    if scores.are_plain and num_queries == length and (window is None or window >= length):
-        grouped = q.shape[1] != k.shape[1]
-        attended = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scores.scaling, enable_gqa=grouped)
-        return attended[0].transpose(0, 1)
-    blocks = []
-    size = _QUERY_BLOCK if scores.are_plain else _SCORED_QUERY_BLOCK
-    for begin in range(length - num_queries, length, size):
-        end = min(begin + size, length)
-        first = 0 if window is None else max(0, begin - window + 1)
-        own = slice(begin - length + num_queries, end - length + num_queries)
-        distance = torch.arange(begin, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)
-        mask = is_visible(distance, window)
-        blocks.append(scores.attend(q[:, :, own], k[:, :, first:end], v[:, :, first:end], mask=mask))
-    return torch.cat(blocks, 2)[0].transpose(0, 1)
 
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attend_slots)

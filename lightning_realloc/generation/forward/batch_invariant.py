@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from lightning_realloc.generation.core.model_config import text_config_of
 from lightning_realloc.generation.core.step import DecodeRow, PrefillChunk
 from lightning_realloc.generation.forward.attention import Tile, run_packed
 from lightning_realloc.generation.forward.cuda_graphs import CapturedForwards
+from lightning_realloc.generation.forward.latents import latent_modules
 from lightning_realloc.generation.forward.runner import ModelRunner
 from lightning_realloc.generation.forward.step_shapes import within_window
 from lightning_realloc.limits import INVARIANT_BLOCK, INVARIANT_TILE, THREAD_VALUES, VECTOR_VALUES
@@ -89,7 +90,8 @@ class BatchInvariantRunner(ModelRunner):
         self._threads = torch.get_num_threads()
         if self._device.type == "cpu":
             heads = int(getattr(text_config_of(model), "num_attention_heads", 1))
-            widths = {size for _, size in _sizes(model)} | {heads * INVARIANT_BLOCK}
+            of_heads = {INVARIANT_BLOCK, *_latent_widths(model)}
+            widths = {size for _, size in _sizes(model)} | {heads * width for width in of_heads}
             self._threads = fitting_threads(widths, self._size, self._threads)
 
     def forward(self, prefills: Sequence[PrefillChunk], rows: Sequence[DecodeRow]) -> Tensor:
@@ -188,13 +190,25 @@ def check_invariant(model: nn.Module, *, is_collective: bool, compile: str | Non
 
 
 def _sizes(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yield the inputs and outputs of linear layers by name, without adapters and without the head's outputs."""
+    """Yield the inputs and outputs of linear layers by name, without adapters and without the head's outputs.
+
+    Heads that attend to latents have a layer each, whose outputs are their values.
+    """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if not isinstance(weight, Tensor) or weight.dim() != 2 or isinstance(module, nn.Embedding) or "lora_" in name:
             continue
         yield from ((name, size) for size in (weight.shape[1:] if module is head else weight.shape))
+    for attention in latent_modules(model):  # outputs of a product for each head
+        yield f"v_head_dim of {type(attention).__name__}", cast(Any, attention).v_head_dim
+
+
+def _latent_widths(model: nn.Module) -> Iterator[int]:
+    """Yield the features of a head's query and output in attention to latents."""
+    for attention in cast(list[Any], latent_modules(model)):
+        yield attention.kv_lora_rank + attention.qk_rope_head_dim
+        yield attention.kv_lora_rank
 
 
 def fitting_threads(widths: Iterable[int], num_rows: int, threads: int) -> int:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_realloc.generation.forward.latents import absorbed_projections
 from lightning_realloc.generation.forward.shared_product import SharedProduct, layers_reading_the_same
 from lightning_realloc.limits import MIN_PACKED_FLOAT32_WEIGHTS, MIN_PACKED_STEPS
 from lightning_realloc.runtime.parallel.tensor_parallel import is_plain_linear
@@ -51,7 +52,8 @@ def packed_linears(model: nn.Module, *, num_steps: int) -> Iterator[Callable[[],
     Yields a function that copies the weights anew, after they were updated.
 
     ``num_steps`` bounds the tokens of one response. Layers stay unchanged if their forward is more than the product
-    with their own weight, or was replaced, or if their weights are sharded or quantized. Hooks keep working.
+    with their own weight, or was replaced, or if their weights are sharded or quantized, or absorbed by others. Hooks
+    keep working.
     """
     groups = [group for group in _packable_groups(model) if group.pays] if num_steps >= MIN_PACKED_STEPS else []
 
@@ -93,8 +95,11 @@ def _packable_groups(model: nn.Module) -> list[_Group]:
         return []
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     dtypes: dict[nn.Module, torch.dtype] = {}
+    absorbed = set(absorbed_projections(model))
     for module in model.modules():
-        if is_plain_linear(module) and type(module.weight.data) is Tensor and module.weight.device.type == "cpu":
+        if module in absorbed or not is_plain_linear(module):
+            continue
+        if type(module.weight.data) is Tensor and module.weight.device.type == "cpu":
             dtype = autocast or module.weight.dtype
             if packs(dtype) and module.weight.numel():
                 dtypes[module] = dtype

@@ -114,7 +114,7 @@ def test_padding_of_a_shape_is_written_to_positions_of_no_sample(
 
 
 @pytest.mark.parametrize(
-    ("family", "drafter"), crossed(["llama", "gpt2"], [None, "ngram", "history", "model", "blocks"])
+    ("family", "drafter"), crossed(["llama", "minicpm3", "gpt2"], [None, "ngram", "history", "model", "blocks"])
 )
 def test_replayed_steps_draw_the_same_tokens(recorder: Recorder, family: str, drafter: str | None) -> None:
     model = tiny_model(family)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_realloc.generation.cache.kv_cache import Places, SlotCache
 from lightning_realloc.generation.forward import packed_step
-from lightning_realloc.generation.forward.attention import Scores, _decode
+from lightning_realloc.generation.forward.cached_attention import Scores, StoredLayer, decode
 from lightning_realloc.generation.forward.packed_step import PackedStep, PaddedRows, best_width
 
 COUNTS = st.lists(st.integers(1, 9), min_size=1, max_size=12)
@@ -53,7 +53,7 @@ def test_tokens_come_back_in_their_order(counts: list[int], call_in_tokens: floa
 
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize(
-    "scores", [Scores(None), Scores(0.3, softcap=2.0), Scores(None, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]))]
+    "scores", [Scores(0.5), Scores(0.3, softcap=2.0), Scores(0.5, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]))]
 )
 def test_attention_does_not_depend_on_the_number_of_overhangs(scores: Scores, window: int | None) -> None:
     torch.manual_seed(0)
@@ -72,8 +72,8 @@ def test_attention_does_not_depend_on_the_number_of_overhangs(scores: Scores, wi
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(packed_step._CALL_IN_TOKENS, "cpu", call_in_tokens)
             step = PackedStep(cached, positions, counts, lengths, max(lengths))
-        stored_step = step.cached.store(0, key, value)
-        attended.append(_decode(query, stored_step, step, scores, window))
+        layer = StoredLayer(cached, cached.store(0, key, value), scores, window)
+        attended.append(decode(query, layer, step))
         num_overhangs.append(len(step.grid.overhangs))
     assert num_overhangs == [0, 4, 2]
     for others in attended[1:]:

@@ -93,6 +93,13 @@ def test_samples_that_move_between_pipelines_at_random_get_the_tokens_of_one_ran
     check_as_alone(workers, "llama", [layout], asked, moves=moves, max_slots=slots, max_cache_bytes=bound, **NGRAM)
 
 
-@pytest.mark.parametrize("family", matrix(["llama", "qwen3", "gemma2", "gpt_oss", "mixtral"], "llama"))
-def test_stages_generate_the_tokens_of_one_rank(workers: WorkerPool, family: str) -> None:
-    check_as_alone(workers, family, LAYOUTS, {"params": SAMPLED}, max_slots=5)
+@pytest.mark.parametrize(
+    ("family", "layouts"),
+    matrix(
+        [*((family, LAYOUTS) for family in ("llama", "qwen3", "gemma2", "gpt_oss", "mixtral")),
+         ("deepseek_v3", ("pp2@1,0", "pp2.fsdp2", "pp2.tp2@3,1,2,0")), ("deepseek_v3", ("pp2@1,0",))],
+        ("llama", LAYOUTS), ("deepseek_v3", ("pp2@1,0",)),
+    ),
+)  # fmt: skip
+def test_stages_generate_the_tokens_of_one_rank(workers: WorkerPool, family: str, layouts: Sequence[str]) -> None:
+    check_as_alone(workers, family, layouts, {"params": SAMPLED}, max_slots=5)
