@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,6 +61,14 @@ def test_projections_of_latent_attention_have_the_elements_of_its_weights() -> N
     products = sum(inner * outer for inner, outer in shape_of("deepseek-ai/DeepSeek-V3").projections())
     weights = [param for param in model.params if param.block == 0 and "self_attn" in param.name]
     assert products == sum(param.numel for param in weights if len(param.shape) == 2)
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+def test_latents_are_whole_on_every_rank_and_keys_and_values_are_not(tp: int) -> None:
+    shape = shape_of("deepseek-ai/DeepSeek-V3")
+    assert shape.latent is not None and shape.kv_cache_elements(tp) == 61 * (512 + 64)
+    expanding = replace(shape, latent=replace(shape.latent, is_cached=False))
+    assert expanding.kv_cache_elements(tp) == 61 * 128 // tp * (192 + 128)
 
 
 def describe(family: str, **sizes: Any) -> tuple[ModelSpec, ModelShape]:

@@ -22,6 +22,7 @@ from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import ConfigError, PlanError, ReallocError
 from lightning_realloc.generation.core.capabilities import CAPABILITIES
+from lightning_realloc.generation.forward.latents import latent_modules
 from lightning_realloc.generation.forward.packed_linear import packs
 from lightning_realloc.runtime.forward.attention.packable import check_packable
 from lightning_realloc.runtime.forward.routers import describe_missing_routers, has_routers
@@ -79,7 +80,9 @@ def describe_roles(
         config = getattr(model, "config", None)
         shape = None
         if hasattr(config, "get_text_config"):
-            shape = ModelShape.from_config(config, spec, num_outputs=None if role.task == "causal_lm" else 1)
+            num_outputs = None if role.task == "causal_lm" else 1
+            keeps_latents = bool(latent_modules(model))
+            shape = ModelShape.from_config(config, spec, num_outputs=num_outputs, keeps_latents=keeps_latents)
         described[role.name] = RoleMemory(
             model=spec,
             shape=shape,
@@ -166,7 +169,8 @@ def _describe_draft(source: str | Path | nn.Module) -> RoleMemory:
 
     model: Any = describe_draft_model(source)
     spec = describe_model(model, max_tp=1)
-    return RoleMemory(model=spec, shape=ModelShape.from_config(model.config, spec))
+    shape = ModelShape.from_config(model.config, spec, keeps_latents=bool(latent_modules(model)))
+    return RoleMemory(model=spec, shape=shape)
 
 
 def settings_of_precision(precision: str, *, optimizer_bytes: int = 8) -> MemorySettings:

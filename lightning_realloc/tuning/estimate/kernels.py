@@ -52,10 +52,17 @@ class Kernels:
     def decode(self, sequences: float, context: float) -> float:
         """Return a block's time for one new token of each sequence, each with ``context`` keys and values to read.
 
-        The engine reads those beyond a sliding window as well, and masks them.
+        The engine reads those beyond a sliding window as well, and masks them. Every head computes with the same
+        latents, so their arithmetic may take longer than reading them. The absorbed projection is one of the products.
         """
-        cache = 2 * sequences * context * self.shape.keys(self.tp) * self.element_bytes
-        return self.products(sequences) + self.device.read_cache(cache) + self._elementwise(sequences)
+        elements = self.shape.kv_cache_elements(self.tp) / self.shape.num_layers
+        attention = self.device.read_cache(sequences * context * elements * self.element_bytes)
+        latent = self.shape.cached_latent
+        if latent is not None:
+            heads = self.shape.queries(self.tp) // self.shape.head_dim
+            flops = 2 * sequences * context * heads * (latent.cached_width + latent.key_rank)
+            attention = max(attention, self.device.attention(flops))
+        return self.products(sequences) + attention + self._elementwise(sequences)
 
     def head(self, rows: float) -> float:
         """Return the time to compute logits or scores for ``rows`` tokens."""

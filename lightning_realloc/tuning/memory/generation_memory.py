@@ -13,6 +13,7 @@ from lightning_realloc.layout.dims import Layout, ParallelDims, Share
 from lightning_realloc.layout.model import ModelLayout
 from lightning_realloc.layout.sharding import local_shard
 from lightning_realloc.limits import (
+    ABSORBED_PROJECTION,
     BUFFER_SHARE,
     CACHE_MULTIPLE,
     DISTILLATION_TOKENS,
@@ -154,16 +155,19 @@ def packed_bytes(
     """Return the bytes of packed copies of linear layers, without those whose products are summed over ranks.
 
     Counts the first of ``tp`` ranks, which holds the most. A weight with two dims counts as a linear layer's, unless it
-    comes before the blocks. A tied head counts. ``stage`` is the rank's pipeline stage, and the number of stages.
+    comes before the blocks, or decoding absorbs it. A tied head counts. ``stage`` is the rank's pipeline stage, and the
+    number of stages.
     """
     if not engine.packs_weights or num_steps < MIN_PACKED_STEPS:
         return 0
     least = MIN_PACKED_FLOAT32_WEIGHTS if element_bytes == _FLOAT32 else 0
     sizes: Counter[str] = Counter()
     index, pp = stage
+    absorbs = role.shape is not None and role.shape.cached_latent is not None
     laid_out = ModelLayout(role.model, Layout(ParallelDims(pp=pp), tuple(range(pp))))
     for param in (param for param in role.model.params if pp == 1 or index in laid_out.stages(param.name)):
         is_linear = len(param.shape) == 2 and param.section != "input"
+        is_linear &= not (absorbs and ABSORBED_PROJECTION in param.name.split("."))
         cuts = tuple(cut for cut in param.cuts if not cut.is_gathered)
         if is_linear and (tp == 1 or all(cut.dim == 0 for cut in cuts)):
             shard = local_shard(param.shape, cuts, (Share(tp, 0),) * len(cuts))

@@ -28,6 +28,7 @@ from lightning_realloc.tuning.search.options import Pricing
 from lightning_realloc.tuning.search.plan_search import SearchResult, search_plan
 from lightning_realloc.tuning.search.planning_task import PlanningTask
 from lightning_realloc.tuning.search.space import CallOptions, common_dims
+from lightning_realloc.tuning.shapes.model_shape import ModelShape
 from lightning_realloc.tuning.timeline.call_timeline import CallTimeline
 
 MAX_SEARCHES = 4
@@ -269,7 +270,7 @@ class PlanPricer:
         if call.kind != "generate" or shape is None or task.workload is None:
             return text
         size = shape.kv_cache_elements(1) * task.settings.copy_bytes * task.workload.longest
-        return f"{text}; keys and values of one sample are {gibibytes(size)}, which stages and tp divide"
+        return f"{text}; {describe_sample_cache(shape, size)}"
 
     def static_plans(self) -> list[ExecutionPlan]:
         """Return every plan with one layout for all calls on all ranks, with its best options."""
@@ -334,3 +335,10 @@ class PlanPricer:
             for rank in layout.ranks:
                 kept[rank] += size
         return kept
+
+
+def describe_sample_cache(shape: ModelShape, num_bytes: int) -> str:
+    """Return a sentence about the cache of one sample, and which degrees of a layout divide it."""
+    if shape.cached_latent is not None:
+        return f"latents of one sample are {gibibytes(num_bytes)}, which stages divide, but tp does not"
+    return f"keys and values of one sample are {gibibytes(num_bytes)}, which stages and tp divide"

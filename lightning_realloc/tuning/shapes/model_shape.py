@@ -33,9 +33,11 @@ class Latent:
     """Features of a head's value."""
     rotary: int
     """Features of a key that all heads share, and that rotate."""
+    is_cached: bool = False
+    """Whether generation keeps latents and rotary features, in place of the keys and values of all heads."""
 
     @classmethod
-    def from_config(cls, config: Any) -> Latent | None:
+    def from_config(cls, config: Any, *, is_cached: bool = False) -> Latent | None:
         """Read a Hugging Face config; None without latent attention."""
         key_rank, rotary = read_size(config, "kv_lora_rank"), read_size(config, "qk_rope_head_dim")
         plain, value = read_size(config, "qk_nope_head_dim"), read_size(config, "v_head_dim")
@@ -47,12 +49,18 @@ class Latent:
             query_width=plain + rotary,
             value_width=value,
             rotary=rotary,
+            is_cached=is_cached,
         )
 
     @property
     def mean_width(self) -> int:
-        """Mean features of a key and a value, which caches and scores grow with."""
+        """Mean features of a head's key and value, which scores grow with, and caches without latents."""
         return (self.query_width + self.value_width) // 2
+
+    @property
+    def cached_width(self) -> int:
+        """Features of a token that one layer keeps, on every tensor-parallel rank, if `is_cached`."""
+        return self.key_rank + self.rotary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,18 +100,21 @@ class ModelShape:
                 raise PlanError(f"{name}={getattr(self, name)} of a model's shape must be at least 1; see its config")
 
     @classmethod
-    def from_config(cls, config: Any, model: ModelSpec, *, num_outputs: int | None = None) -> ModelShape:
+    def from_config(
+        cls, config: Any, model: ModelSpec, *, num_outputs: int | None = None, keeps_latents: bool = False
+    ) -> ModelShape:
         """Read a Hugging Face config, and the names of the parameters for details that a config does not hold.
 
         Args:
             num_outputs: Outputs of the head; None: the vocabulary size.
+            keeps_latents: See `Latent.is_cached`, which depends on the model's class.
 
         Raises:
             PlanError: for a config without the sizes of a decoder.
         """
         text = config.get_text_config()
         hidden, heads = _size(text, "hidden_size"), _size(text, "num_attention_heads")
-        latent = Latent.from_config(text)
+        latent = Latent.from_config(text, is_cached=keeps_latents)
         window, num_windowed = _sliding_window(text)
         names = [param.name for param in model.params if param.section == "block"]
         norms = [name for name in names if "norm" in name or ".ln_" in name]
@@ -163,9 +174,18 @@ class ModelShape:
             return 1
         return dims.cp // num_head_shares([(self.num_heads, self.num_kv_heads)], dims.cp, dims.tp)
 
+    @property
+    def cached_latent(self) -> Latent | None:
+        """Latent attention whose latents generation keeps; None where it keeps keys and values of all heads."""
+        return None if self.latent is None or not self.latent.is_cached else self.latent
+
     def kv_cache_elements(self, tp: int) -> int:
-        """Return the KV-cache elements of one token on the first of ``tp`` ranks, which has most key-value heads."""
-        return 2 * self.num_layers * self.keys(tp)
+        """Return the KV-cache elements of one token on the first of ``tp`` ranks, which has most key-value heads.
+
+        Latents are whole on every rank.
+        """
+        latent = self.cached_latent
+        return self.num_layers * (2 * self.keys(tp) if latent is None else latent.cached_width)
 
     def saved_bytes(self, tp: int, element_bytes: int) -> int:
         """Return the bytes per token that one block keeps for its backward pass, on the first of ``tp`` ranks.

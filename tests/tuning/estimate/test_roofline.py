@@ -13,14 +13,15 @@ from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.tuning.estimate.estimator import CallSeconds, Estimator
-from lightning_realloc.tuning.estimate.hardware import Efficiency
+from lightning_realloc.tuning.estimate.hardware import Device, Efficiency
+from lightning_realloc.tuning.estimate.kernels import Kernels
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
 from lightning_realloc.tuning.memory.forecast import forecast_memory
 from lightning_realloc.tuning.memory.parts import EngineMemory, MemorySettings, Workload
 from lightning_realloc.tuning.shapes.role_elements import RoleElements
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 from tests.tuning.estimate.test_hardware import IDEAL
-from tests.tuning.examples import PPO_FLOW, SMALL, role_of, roles_of, with_adapters
+from tests.tuning.examples import PPO_FLOW, SMALL, role_of, roles_of, shape_of, with_adapters
 from tests.tuning.timeline.test_simulator import SCORED_BY_BASE, plan_of
 
 LLAMA = "layers=32,hidden=4096,intermediate=11008,heads=32,vocabulary=32000"
@@ -270,6 +271,15 @@ def test_fewer_key_heads_read_less_cache_but_at_least_one_head_per_rank() -> Non
     assert seconds("actor.generate", "tp8", grouped).total == pytest.approx(
         seconds("actor.generate", "tp8", few).total, rel=1e-6
     )
+
+
+@pytest.mark.parametrize("tp", [1, 32])
+def test_heads_that_read_the_same_latents_take_the_longer_of_reading_and_computing(tp: int) -> None:
+    kernels = Kernels(shape_of("DeepSeek-V3"), tp, Device(CLUSTER, IDEAL), element_bytes=2)
+    attention = kernels.decode(8, 10_000) - kernels.decode(8, 0)
+    read = 8 * 10_000 * 576 * 2 / CLUSTER.device_memory_bytes_per_s
+    computed = 2 * 8 * 10_000 * (128 // tp) * (576 + 512) / CLUSTER.device_flops
+    assert attention == pytest.approx(max(read, computed)) and (read < computed) == (tp == 1)
 
 
 def decoding_step_s(layout: str, efficiency: Efficiency | None = None, settings: MemorySettings = HALF,

@@ -176,6 +176,15 @@ def test_an_unbounded_cache_and_that_of_a_draft_model_are_counted(prompt: int) -
         assert call_of(model, engine, load).peak.total == pytest.approx(found.peak_bytes, rel=0.2)
 
 
+@pytest.mark.parametrize("bound", [None, 60_000])
+def test_latents_take_the_forecast_bytes(bound: int | None) -> None:
+    model, load = tiny_model("minicpm3", vocab_size=512), replace(LOAD, num_sequences=10)
+    cache = call_of(model, EngineMemory(max_cache_bytes=bound), load).cache
+    assert cache is not None and cache.position_bytes == 2 * (16 + 16) * 4  # layers, features, fp32
+    measured = Measured(model, load, max_cache_bytes=bound).stats.cache_bytes
+    assert cache.final_bytes == (measured if bound is not None else pytest.approx(measured, rel=0.05))
+
+
 def test_a_draft_model_keeps_weights_and_a_distilled_one_also_its_optimizer() -> None:
     model, small = target(), drafter()
     weights = sum(parameter.nbytes for parameter in small.parameters())
@@ -233,6 +242,15 @@ def resident_bytes() -> int:
     """Return the resident bytes of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096
+
+
+def test_the_layers_that_decoding_absorbs_are_not_packed() -> None:
+    role = described(tiny_model("minicpm3"))
+    assert role.shape is not None and role.shape.latent is not None
+    expanding = replace(role.shape, latent=replace(role.shape.latent, is_cached=False))
+    packing, given = EngineMemory(packs_weights=True), {"tp": 1, "element_bytes": 2, "num_steps": 64}
+    absorbed, whole = (packed_bytes(one, packing, **given) for one in (role, replace(role, shape=expanding)))
+    assert whole - absorbed == 2 * 2 * 16 * 4 * (16 + 16)  # bytes, layers, rank, heads, keys and values
 
 
 def test_weights_are_packed_only_if_it_pays_and_products_are_not_summed() -> None:

@@ -22,11 +22,12 @@ from lightning_realloc.tuning.search.infeasible import NothingFitsError
 from lightning_realloc.tuning.search.options import MIN_INTERLEAVING_GAIN, Pricing, searched_calls
 from lightning_realloc.tuning.search.plan_search import SearchResult, search_plan
 from lightning_realloc.tuning.search.planning_task import PlanningTask
-from lightning_realloc.tuning.search.pricing import PlanPricer
+from lightning_realloc.tuning.search.pricing import PlanPricer, describe_sample_cache
 from lightning_realloc.tuning.search.problem import Problem
 from lightning_realloc.tuning.search.space import CallOptions
+from lightning_realloc.tuning.shapes.model_shape import Latent
 from tests.matrices import matrix
-from tests.tuning.examples import PPO_FLOW, role_of, roles_of, with_adapters
+from tests.tuning.examples import PPO_FLOW, role_of, roles_of, shape_of, with_adapters
 from tests.tuning.timeline.test_simulator import SCORED_BY_BASE, plan_of
 
 MODEL = "layers=8,hidden=1024,intermediate=2816,heads=16,vocabulary=8000"
@@ -348,6 +349,14 @@ def test_a_call_has_no_option_in_a_layout_whose_replica_alone_leaves_too_little_
         for budget in (least, least - 1)
     )
     assert len(fitting) == 1 and not none
+
+
+def test_tensor_parallelism_divides_keys_and_values_but_no_latents() -> None:
+    latent = Latent(query_rank=None, key_rank=512, query_width=192, value_width=128, rotary=64, is_cached=True)
+    shape = shape_of(MODEL)
+    assert describe_sample_cache(shape, 9 << 19).endswith("sample are 4.50 MiB, which stages and tp divide")
+    keeps_latents = describe_sample_cache(replace(shape, latent=latent), 9 << 19)
+    assert keeps_latents == "latents of one sample are 4.50 MiB, which stages divide, but tp does not"
 
 
 def test_pricing_that_is_late_takes_the_most_promising_layouts_of_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
