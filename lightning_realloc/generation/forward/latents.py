@@ -47,7 +47,9 @@ class CachedHeads:
 
 
 class LatentHeads(CachedHeads):
-    """Heads that share one cached key, latents followed by rotary features, and one cached value, the latents.
+    """Heads that share one cached key, latents followed by rotary features, which is their value as well.
+
+    A value is as wide as a key, since torch's fused attention on CPU needs that. The rotary part of outputs is dropped.
 
     Args:
         attention: The module, whose weights it reads in one forward.
@@ -60,7 +62,7 @@ class LatentHeads(CachedHeads):
         self._key = key
 
     def places(self, places: StepPlaces) -> StepPlaces:
-        return LatentPlaces(places, self._rank)
+        return LatentPlaces(places)
 
     def expand(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         latents, rotary = (part.transpose(0, 1)[None] for part in keys.tensor_split([self._rank], -1))
@@ -74,7 +76,7 @@ class LatentHeads(CachedHeads):
         return torch.cat([_by_head(plain, of_keys), rotary], -1)
 
     def project(self, attended: Tensor) -> Tensor:
-        return _by_head(attended, self._weights[1].transpose(1, 2))
+        return _by_head(attended[..., : self._rank], self._weights[1].transpose(1, 2))
 
     @cached_property
     def _weights(self) -> tuple[Tensor, Tensor]:
@@ -86,30 +88,23 @@ class LatentHeads(CachedHeads):
 
 
 class LatentPlaces(StepPlaces):
-    """Places of keys that begin with their values, of which the cache keeps only the keys.
+    """Places of keys that are their own values, which the cache keeps once."""
 
-    Args:
-        places: Places of the keys.
-        width: Features of a value.
-    """
-
-    def __init__(self, places: StepPlaces, width: int) -> None:
-        self._places, self._width = places, width
+    def __init__(self, places: StepPlaces) -> None:
+        self._places = places
         self.attended_length = places.attended_length
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
         stored = self._places.store(layer, key, value[..., :0])
-        return None if stored is None else self._with_values(stored[0])
+        return None if stored is None else (stored[0], stored[0])
 
     def sequence(self, stored: tuple[Tensor, Tensor], slot: int, end: int) -> tuple[Tensor, Tensor]:
-        return self._with_values(self._places.sequence(_without_values(stored), slot, end)[0])
+        keys, _ = self._places.sequence(_without_values(stored), slot, end)
+        return keys, keys
 
     def blocks(self, stored: tuple[Tensor, Tensor]) -> Iterator[tuple[slice, Tensor, Tensor]]:
         for rows, keys, _ in self._places.blocks(_without_values(stored)):
-            yield rows, *self._with_values(keys)
-
-    def _with_values(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        return keys, keys[..., : self._width]
+            yield rows, keys, keys
 
 
 def _without_values(stored: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -136,7 +131,7 @@ def weight_of(layer: nn.Module, inputs: Tensor) -> Tensor:
 def latents_kept(model: nn.Module) -> Iterator[None]:
     """Let attention modules that can expand their latents later pass latents to the attention function.
 
-    They pass keys (1, 1, N, rank + rotary features) and values (1, 1, N, rank).
+    They pass (1, 1, N, rank + rotary features) as keys and as values.
     """
     before = [(module, vars(module).get(_METHOD)) for module in latent_modules(model)]
     try:
@@ -194,9 +189,9 @@ def _keeps_latents(module: nn.Module) -> bool:
 
 
 def _keep_latents(latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the key and the value that all heads share, in place of ``expand_kv``; a constant, which graphs check."""
+    """Return what all heads share as key and value, in place of ``expand_kv``; a constant, which graphs check."""
     device, dtype = latents.device.type, latents.dtype
     if torch.is_autocast_enabled(device):  # norms return float32, and the expansion rounds it
         dtype = torch.get_autocast_dtype(device)
     key = torch.cat([latents.to(dtype), rotary.to(dtype)], -1)
-    return key, key[..., : latents.shape[-1]]
+    return key, key

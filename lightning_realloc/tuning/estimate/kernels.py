@@ -60,7 +60,7 @@ class Kernels:
         latent = self.shape.cached_latent
         if latent is not None:
             heads = self.shape.queries(self.tp) // self.shape.head_dim
-            flops = 2 * sequences * context * heads * (latent.cached_width + latent.key_rank)
+            flops = 4 * sequences * context * heads * latent.cached_width
             attention = max(attention, self.device.attention(flops))
         return self.products(sequences) + attention + self._elementwise(sequences)
 

@@ -49,13 +49,23 @@ def test_the_absorbed_form_is_the_expanded_one() -> None:
     expected = (weights @ values).transpose(0, 1)
     with latents_kept(attention):
         key, value = attention.expand_kv(latents, rotary)
-        assert key.shape == (1, 1, 7, RANK + ROTARY) and value.equal(latents)
+        assert key.shape == value.shape == (1, 1, 7, RANK + ROTARY)
         heads = heads_of(attention, key)
     absorbed = heads.absorb(queries)  # (3, H, rank + rotary)
     shared = torch.softmax(absorbed @ key[0, 0].mT, -1) @ value[0, 0]
     torch.testing.assert_close(heads.project(shared), expected)
     expanded = heads.expand(*(part[0].transpose(0, 1) for part in (key, value)))
     assert all(part.transpose(0, 1).equal(own) for part, own in zip(expanded, (keys, values), strict=True))
+
+
+def test_autocast_rounds_latents_as_the_expansion_would() -> None:
+    attention = attention_of(tiny_model("deepseek_v3"))
+    latents, rotary = torch.randn(1, 1, 7, RANK), torch.randn(1, 1, 7, ROTARY)
+    with torch.autocast("cpu", torch.bfloat16):
+        keys, _ = attention.expand_kv(latents, rotary)
+        with latents_kept(attention):
+            kept, _ = attention.expand_kv(latents, rotary)
+    assert kept.dtype == keys.dtype == torch.bfloat16
 
 
 def test_layers_that_are_more_than_a_product_show_their_weight_by_unit_vectors() -> None:
@@ -152,16 +162,15 @@ def test_latents_move_from_one_cache_to_another() -> None:
     ours.make_room(2, 8, longest=8)
     theirs.make_room(3, 8, longest=8)
     keys = torch.randn(5, 1, RANK + ROTARY)
-    placed = LatentPlaces(ours.places(Places((), 0, tokens // 5 + 1, tokens, 5, [5] * 5, 5)), RANK)
-    placed.store(0, keys, keys[..., :RANK])
+    LatentPlaces(ours.places(Places((), 0, tokens // 5 + 1, tokens, 5, [5] * 5, 5))).store(0, keys, keys)
     shapes = ours.describe()
     assert [shape.num_bytes for shape in shapes] == [4 * (RANK + ROTARY)]
     theirs.prepare(shapes, torch.device("cpu"))
     theirs.write(2, 0, 5, ours.read(1, 0, 5))
-    received = LatentPlaces(theirs.places(Places((), 0, tokens[:0], tokens[:0], 0, [], 5)), RANK)
+    received = LatentPlaces(theirs.places(Places((), 0, tokens[:0], tokens[:0], 0, [], 5)))
     ((_, (moved, nothing)),) = theirs.own_layers()
     found_keys, found_values = received.sequence((moved, nothing), 2, 5)
-    assert found_keys.equal(keys) and found_values.equal(keys[..., :RANK]) and nothing.nbytes == 0
+    assert found_keys.equal(keys) and found_values.equal(keys) and nothing.nbytes == 0
 
 
 def test_packing_leaves_out_the_layers_that_decoding_absorbs() -> None:
