@@ -189,7 +189,7 @@ def _keeps_latents(module: nn.Module) -> bool:
 
 
 def _keep_latents(latents: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what all heads share as key and value, in place of ``expand_kv``; a constant, which graphs check."""
+    """Return the key and value that all heads share, in place of ``expand_kv``; a constant, which graphs check."""
     device, dtype = latents.device.type, latents.dtype
     if torch.is_autocast_enabled(device):  # norms return float32, and the expansion rounds it
         dtype = torch.get_autocast_dtype(device)
