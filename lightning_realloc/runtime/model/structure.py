@@ -7,6 +7,8 @@ import inspect
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -19,6 +21,13 @@ from lightning_realloc.runtime.model.quantized import replacements_in_copy
 _OLD_BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$|\.inv_freq$")
 """Causal masks and rotary frequencies, which older versions of transformers saved with the weights."""
 
+_UNCHANGING = frozenset({bool, int, float, str, type(None)})
+"""Types of attributes that a copy shares with its original."""
+_COPY_METHODS = frozenset(
+    {"__deepcopy__", "__getnewargs__", "__getnewargs_ex__", "__getstate__", "__new__", "__setstate__", "__slots__"}
+    | {"__reduce__", "__reduce_ex__"}
+)
+"""Methods by which a class changes how it is copied."""
 _combined_classes: WeakKeyDictionary[type[nn.Module], WeakValueDictionary[type[nn.Module], type[nn.Module]]]
 _combined_classes = WeakKeyDictionary()
 """Own class -> base -> class of both. Weak, because a class defined in a function may hold models."""
@@ -116,13 +125,38 @@ def replace_parameter(model: nn.Module, names: Iterable[str], parameter: nn.Para
 def copy_model(model: nn.Module, replacements: Mapping[int, object] | None = None) -> nn.Module:
     """Return a deep copy of a model. ``replacements`` maps the id of an object to its replacement in the copy.
 
-    Every module has a dozen ordered dicts of hooks, which are usually empty and take most of the time of
-    ``deepcopy``. They are replaced by new ones.
+    ``deepcopy`` visits every name, number and empty dict of hooks of every module, of which a model has thousands.
     """
-    attributes = (value for module in model.modules() for value in vars(module).values())
-    empty = (value for value in attributes if type(value) is OrderedDict and not value)
-    hooks: dict[int, object] = {id(value): OrderedDict() for value in empty}
-    return copy.deepcopy(model, {**hooks, **(replacements or {})})
+    return _copied(model, dict(replacements or {}))
+
+
+def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a deep copy, without calls for values that cannot change; ``memo`` is that of ``copy.deepcopy``."""
+    kind: Any = type(module)
+    if id(module) in memo or not _is_copied_by_attributes(kind):
+        return copy.deepcopy(module, memo)
+    duplicate: nn.Module = kind.__new__(kind)
+    memo[id(module)] = duplicate
+    for name, value in module.__getstate__().items():
+        vars(duplicate)[name] = _copied_attribute(name, value, memo)
+    return duplicate
+
+
+def _copied_attribute(name: str, value: Any, memo: dict[int, Any]) -> Any:
+    kind = type(value)
+    if kind in _UNCHANGING:
+        return value
+    if kind is OrderedDict and not value:  # hooks
+        return OrderedDict()
+    if name == "_modules" and kind in (dict, OrderedDict):
+        return kind((key, None if child is None else _copied(child, memo)) for key, child in value.items())
+    return copy.deepcopy(value, memo)
+
+
+@cache
+def _is_copied_by_attributes(kind: type[nn.Module]) -> bool:
+    """Return whether ``deepcopy`` makes an object of this class without ``__init__``, and copies its attributes."""
+    return not any(vars(base).keys() & _COPY_METHODS for base in kind.__mro__ if base not in (nn.Module, object))
 
 
 def copy_without_weights(model: nn.Module, others: Mapping[int, object] | None = None) -> nn.Module:
