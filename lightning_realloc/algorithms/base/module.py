@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -44,6 +44,7 @@ from lightning_realloc.callbacks.progress.call_progress import CallProgress
 from lightning_realloc.callbacks.run_log import RunLog
 from lightning_realloc.data.chat import load_tokenizer
 from lightning_realloc.data.data_module import RowDataModule
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.generation.core.capabilities import EngineName
 from lightning_realloc.generation.loop.environment import Conversation
@@ -331,7 +332,7 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
         # A strategy divides models. A subclass of a user that extends this method may change weights: in float32.
         divides = self._trainer is not None and type(self).configure_model.__module__.startswith("lightning_realloc.")
         placed = self.dataflow.roles if divides else ()
-        roles, packing = self.roles(), []
+        roles, packed_roles, packing = self.roles(), self.packed_roles, []
         for role in roles:
             if role.shares is None and not hasattr(self, role.name):
                 deferred = role.name in placed
@@ -345,7 +346,7 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
                 if self.liger_kernels:
                     use_liger_kernels(model, role.name, self._strategy.root_device)
                 setattr(self, role.name, model)
-                if role.name in self.packed_roles:
+                if role.name in packed_roles:
                     packing.append(model)
         check_segments(packing)
         self.sources.update({role: without_weights(source) for role, source in self.sources.items()})
@@ -381,8 +382,9 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
         warnings.filterwarnings("ignore", message=r".*FSDP2-wrapped module .* returned a view tensor")
         # It advises to save weights from before the step. Checkpoints of an iteration hold those after it.
         warnings.filterwarnings("ignore", message="Using ModelCheckpoint with manual optimization and every_n_train")
+        packed_roles = self.packed_roles
         for role, model in self.models().items():
-            if role in self.packed_roles:
+            if role in packed_roles:
                 check_packable(model)
         data = getattr(self.trainer, "datamodule", None)
         for split, table in data.tables.items() if isinstance(data, RowDataModule) else ():
@@ -395,14 +397,15 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
     def packed_roles(self) -> tuple[str, ...]:
         """Roles that a fit runs on packed sequences; none outside a fit."""
         fits = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
-        return tuple(role for role in self.dataflow.roles if fits and self._packs(role))
+        flow = self.dataflow
+        return tuple(role for role in flow.roles if fits and self._packs(flow.calls_of(role)))
 
-    def _packs(self, role: str) -> bool:
-        """Return whether a method of this package runs a role on packed sequences.
+    def _packs(self, calls: Iterable[ModelFunctionCall]) -> bool:
+        """Return whether a method of this package runs one of a role's calls on packed sequences.
 
         The engine would refuse some of these models with the advice to use another engine, which helps nothing.
         """
-        packing = (getattr(self, call.method) for call in self.dataflow.calls_of(role) if call.kind != "generate")
+        packing = (getattr(self, call.method) for call in calls if call.kind != "generate")
         return any(getattr(method, "func", method).__module__.startswith("lightning_realloc.") for method in packing)
 
     def require_batch(self, batch: object) -> None:

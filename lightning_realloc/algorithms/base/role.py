@@ -112,8 +112,9 @@ class Role:
     @property
     def has_adapters(self) -> bool:
         """Whether adapters are trained in place of the weights."""
-        brings_some = isinstance(self.source, nn.Module) and bool(adapted_layers(self.source))
-        return self.trained and (self.peft is not None or brings_some)
+        if self.trained and self.peft is None:
+            return isinstance(self.source, nn.Module) and bool(adapted_layers(self.source))
+        return self.trained
 
     def config(self) -> PreTrainedConfig | None:
         """Return the model's configuration; None for a module without one."""

@@ -100,12 +100,11 @@ class PoolBuilder:
     """Whether trained weights travel in the background to ranks that only generate."""
     _described: dict[str, RoleMemory] = field(default_factory=dict, init=False)
     """Role -> its description, once one was asked for."""
+    dataflow: Dataflow = field(init=False)
+    """The algorithm's calls. The algorithm works them out anew whenever it is asked."""
 
-    @property
-    def dataflow(self) -> Dataflow:
-        """The algorithm's calls."""
-        flow: Dataflow = self.module.dataflow
-        return flow
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dataflow", self.module.dataflow)
 
     @property
     def facts(self) -> RunFacts:
