@@ -186,7 +186,7 @@ class Role:
         self._check_config()
         adapters, deferred = self._adapters(), deferred and self.can_defer_weights
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # models are built on the CPU
             if isinstance(self.source, PreTrainedConfig):
                 model = defer_init(self._from_config, self.source) if deferred else self._from_config(self.source)
             elif isinstance(self.source, nn.Module):

@@ -151,7 +151,10 @@ class TrainCalls:
         seed = hash((self._context.algorithm.seed, self._hooks.iteration, share)) % 2**63
         device = self._context.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(seed)
+            if device.type == "cpu":  # torch.manual_seed also formats three stack traces, for devices that are not used
+                torch.default_generator.manual_seed(seed)
+            else:
+                torch.manual_seed(seed)
             yield
 
     def _offloaded(self, job: _Job) -> AbstractContextManager[None]:
