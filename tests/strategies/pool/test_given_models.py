@@ -58,6 +58,7 @@ def given(algorithm: str, **settings: Any) -> MultiModelModule:
 
 @pytest.mark.parametrize("algorithm", matrix(["sft", "grpo", "ppo"], "ppo"))
 def test_given_models_are_stored_once_and_left_out_of_checkpoints(algorithm: str, tmp_path: Path) -> None:
+    given(algorithm)  # `tiny_model` keeps the models that it has built
     before, copies = weight_bytes(), CountCopies()
     module = given(algorithm)
     roles = {role.name for role in module.roles()}

@@ -91,6 +91,8 @@ def num_modules() -> int:
 def fit_all(plan: Any) -> tuple[list[list[str]], list[int], list[int]]:
     """Fit modules of all kinds; return the objects left of each, modules before and after each, threads after each."""
     environment, world_size = dict(os.environ), runs.world_size()
+    for make in KINDS.values():
+        make()  # `tiny_model` keeps the models that it has built
     left, modules, threads = [], [num_modules()], []
     for kind in KINDS:
         os.environ.update(environment)  # Lightning clears the environment

@@ -124,8 +124,8 @@ def measure(
 ) -> Measured:
     """Train for three iterations; return this rank's measured bytes."""
     world_size, monitor = runs.world_size(), IterationPeaks()
-    standing = _bytes_alive()  # memory that earlier tests left in this process
     config = tiny_model(family, **sizes).config
+    standing = _bytes_alive()  # memory that earlier tests left in this process, and the models of `tiny_model`
     sampling = SamplingParams(n=LOAD.samples_per_prompt, max_new_tokens=LOAD.response_tokens, ignore_eos=True)
     options = runs.options(micro_batch_tokens=LOAD.micro_batch_tokens)
     given = {"sampling": sampling, "train_options": options, "tokenizer": byte_tokenizer(), **(generation or {})}
