@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_realloc.layout import Layout, ModelLayout
+from lightning_realloc.layout import AXES, Layout, ModelLayout
 from lightning_realloc.runtime.parallel.gradients import clip_gradients
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.model_spec import describe_model
@@ -114,6 +114,20 @@ class Pair:
         parallelize(self.model, self.model_layout, meshes, tp_plan=tp_plan)
         self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (self.whole, self.model)]
 
+    def train_whole(self, loss_of: Callable[[], Tensor]) -> float:
+        """Set the gradients of the whole model and return its loss. The layout's first rank computes both for all."""
+        first, group, made = self.layout.ranks[0], self.meshes.group(self.layout, *AXES), list[Any]([None])
+        if self.rank == first:
+            loss = loss_of()
+            loss.backward()
+            made = [(loss.item(), {name: parameter.grad for name, parameter in self.whole.named_parameters()})]
+        if group is not None:
+            dist.broadcast_object_list(made, src=first, group=group)
+        loss_value, gradients = made[0]
+        for name, parameter in self.whole.named_parameters():
+            parameter.grad = gradients[name]
+        return float(loss_value)
+
     def compare_gradients(self) -> list[str]:
         found = []
         for name, parameter in self.model.named_parameters():
@@ -168,11 +182,10 @@ class _Pair(Pair):
 
     def _step(self) -> list[str]:
         inputs = self.case.batch(self.whole.config.vocab_size)
-        whole_loss = self.whole(**inputs).loss
-        whole_loss.backward()
+        whole_loss = self.train_whole(lambda: self.whole(**inputs).loss)
         # Transformers computes losses in float32 whatever the weights are, here over other rows than there.
-        loss_error = abs(self._backward(inputs).item() - whole_loss.item())
-        found = [] if loss_error <= 1e-6 * abs(whole_loss.item()) else [f"loss is off by {loss_error:.1e}"]
+        loss_error = abs(self._backward(inputs).item() - whole_loss)
+        found = [] if loss_error <= 1e-6 * abs(whole_loss) else [f"loss is off by {loss_error:.1e}"]
         return found + self.compare_gradients() + self.compare_updates()
 
     def _backward(self, inputs: Mapping[str, Tensor]) -> Tensor:

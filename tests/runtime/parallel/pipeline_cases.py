@@ -217,11 +217,11 @@ class _Pair(Pair):
                 lambda model, number: self._recorded(losses, model, number),
                 schedule=self.case.schedule,
             )
-        whole_losses = [self._loss(self.whole, batch) for batch in self.all]
-        torch.stack(whole_losses).sum().backward()
+        self.train_whole(lambda: torch.stack([self._loss(self.whole, batch) for batch in self.all]).sum())
         found = []
         if self.stage.is_last:
-            expected = torch.stack([self._loss(self.whole, batch) for batch in self.mine]).detach()
+            with torch.no_grad():
+                expected = torch.stack([self._loss(self.whole, batch) for batch in self.mine])
             found += self.compare("loss", torch.stack(losses), expected)
         return found + self.compare_gradients() + self.compare_updates()
 

@@ -70,8 +70,7 @@ class _Pair(Pair):
             if isinstance(self.model, FSDPModule):
                 self.model.set_requires_gradient_sync(index == len(mine) - 1)
             (self._loss(self.model, batch) * averaged).backward()
-        for share in shares:
-            torch.stack([self._loss(self.whole, batch) for batch in share]).sum().backward()
+        self.train_whole(lambda: sum(self._loss(self.whole, batch) for share in shares for batch in share))  # type: ignore[arg-type, return-value]
         return found + self.compare_gradients() + self.compare_updates()
 
     def _read(self, model: nn.Module, batch: PackedBatch) -> dict[str, Tensor]:
