@@ -179,9 +179,7 @@ def test_a_static_layout_moves_no_weights_and_gives_the_same_results(workers: Wo
     assert moving[1] == freeing[1] == ["actor.generate"]
     assert moving[2] == freeing[2] > 0
     assert staying[1:] == ([], 0)
-    static = workers.run(run_switched, [{}], "static", world_size=2, init_process_group=False)[0][0]
-    assert static[1:] == ([], 0)
-    for outcome, _, _ in (staying, freeing, static):
+    for outcome, _, _ in (staying, freeing):
         assert_same(outcome, moving[0], weights=1e-5)
 
 

@@ -119,9 +119,9 @@ def test_only_the_critic_trains_during_its_warm_up(workers: WorkerPool) -> None:
 
 def learn_low_tokens() -> list[float]:
     """Return the mean score of every iteration on a task that any policy gradient learns."""
-    module = runs.ppo(learning_rate=3e-3, kl_coef=0.01, advantages=GAE(normalize_values=True),
+    module = runs.ppo(learning_rate=1e-2, kl_coef=0.01, advantages=GAE(normalize_values=True),
                       train_options=runs.options(num_epochs=2))  # fmt: skip
-    outcome = runs.train(module, "heuristic", 1, Batches(15, size=16))
+    outcome = runs.train(module, "heuristic", 1, Batches(8, size=8))
     return [logged["score"] for logged in outcome.logged]
 
 

@@ -151,8 +151,8 @@ def test_a_resumed_run_repeats_the_rest_from_the_log(
 
 
 @CPU_ALONE
-def test_the_replica_ends_with_the_trained_weights(workers: WorkerPool, tmp_path: Path) -> None:
-    generating, _ = run(workers, 2, APART, str(tmp_path))
+def test_the_replica_ends_with_the_trained_weights(slow: Callable[[str], tuple[Path, list[Result]]]) -> None:
+    _, (generating, _) = slow("apart")
     for name, tensor in generating.replica.items():
         assert torch.equal(tensor, generating.weights[name]), name
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +76,7 @@ class Hub:
             raise OSError("no network")
 
 
-def fit(folder: Path, refuses: str, **settings: Any) -> tuple[list[tuple[Any, ...]], str, int]:
+def fit(folder: Path, refuses: str, make: Callable[[], Any], **settings: Any) -> tuple[list[tuple[Any, ...]], str, int]:
     """Train and write; return the requests to the hub, the error, and the number of steps."""
     Hub.asked, Hub.refuses = [], refuses
     real, huggingface_hub.HfApi = huggingface_hub.HfApi, Hub  # type: ignore[assignment, misc]
@@ -83,7 +85,7 @@ def fit(folder: Path, refuses: str, **settings: Any) -> tuple[list[tuple[Any, ..
     )
     refusal = ""
     try:
-        trainer.fit(runs.grpo(learning_rate=0.25, kl_coef=0.5), runs.Batches(2))
+        trainer.fit(make(), runs.Batches(2, responses=make is not policy))
     except CheckpointError as error:
         refusal = str(error)
     finally:
@@ -91,17 +93,21 @@ def fit(folder: Path, refuses: str, **settings: Any) -> tuple[list[tuple[Any, ..
     return Hub.asked, refusal, trainer.global_step
 
 
-def _fit(workers: WorkerPool, folder: Path, refuses: str = "", **settings: Any) -> list[Any]:
-    return workers.run(_fit_with, folder, refuses, settings, world_size=2, init_process_group=False, deadline_s=120.0)
+def policy() -> Any:
+    """Return an algorithm whose settings the card shows."""
+    return runs.grpo(learning_rate=0.25, kl_coef=0.5)
 
 
-def _fit_with(folder: Path, refuses: str, settings: dict[str, Any]) -> Any:
-    return fit(folder, refuses, **settings)
+def _fit(
+    workers: WorkerPool, folder: Path, refuses: str = "", make: Callable[[], Any] = runs.sft, **settings: Any
+) -> list[Any]:
+    run = partial(fit, folder, refuses, make, **settings)
+    return workers.run(run, world_size=2, init_process_group=False, deadline_s=120.0)
 
 
 def test_by_default_nothing_is_uploaded_and_the_folder_is_complete(workers: WorkerPool, tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    assert _fit(workers, folder) == [([], "", 2)] * 2
+    assert _fit(workers, folder, make=policy) == [([], "", 2)] * 2
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert GenerationConfig.from_pretrained(folder).eos_token_id == model.config.eos_token_id == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +64,15 @@ def verdicts(*places: str) -> str:
     return "".join(lines)
 
 
+@pytest.fixture(scope="module")
+def stored(workers: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one run's checkpoints: ``local`` on the disk, ``remote`` in a store. Tests use copies of them."""
+    folder = tmp_path_factory.mktemp("stored")
+    parts = [replace(STRAIGHT, save=place, save_at=()) for place in (folder / "local", address(folder / "remote"))]
+    workers.run(run_in_store, parts, 2, world_size=2, init_process_group=False)
+    return folder
+
+
 # ---- what a checkpoint holds
 @pytest.mark.parametrize("in_background", matrix([False, True], True))
 def test_a_checkpoint_in_a_store_is_the_one_of_a_folder(
@@ -89,11 +99,9 @@ def test_a_checkpoint_in_a_store_is_the_one_of_a_folder(
     assert verdicts(str(tmp_path / "store" / "remote")).count("intact") == 1
 
 
-def test_a_role_is_exported_from_a_store(workers: WorkerPool, tmp_path: Path) -> None:
-    parts = [replace(STRAIGHT, save=place, save_at=()) for place in (tmp_path / "local", address(tmp_path / "remote"))]
-    workers.run(run_in_store, parts, 2, world_size=2, init_process_group=False)
-    ours = export_checkpoint(address(tmp_path / "remote"), tmp_path / "ours")
-    theirs = export_checkpoint(tmp_path / "local", tmp_path / "theirs")
+def test_a_role_is_exported_from_a_store(stored: Path, tmp_path: Path) -> None:
+    ours = export_checkpoint(address(stored / "remote"), tmp_path / "ours")
+    theirs = export_checkpoint(stored / "local", tmp_path / "theirs")
     assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
     assert {file.name for file in ours.iterdir()} == {file.name for file in theirs.iterdir()}
 
@@ -171,17 +179,17 @@ def load_while_the_store_fails(place: str, world_size: int, failing: int) -> lis
     answers = []
     for reads in range(3):
         ObjectStore.reads_left = reads if int(os.environ["RANK"]) == failing else None
-        answers += refusals([Part(STRAIGHT.plan, 2, resume=place)], world_size)
+        answers += refusals([Part(STRAIGHT.plan, 4, resume=place)], world_size)
     ObjectStore.reads_left = None
     return answers
 
 
 @pytest.mark.parametrize("failing", matrix([0, 1], 1))
 def test_a_store_that_fails_while_it_is_read_ends_the_load_on_all_ranks(
-    workers: WorkerPool, tmp_path: Path, failing: int
+    workers: WorkerPool, stored: Path, tmp_path: Path, failing: int
 ) -> None:
+    shutil.copytree(stored / "remote", tmp_path / "saved.ckpt")
     place = address(tmp_path / "saved.ckpt")
-    workers.run(run_in_store, [Part(STRAIGHT.plan, 1, save=place)], 2, world_size=2, init_process_group=False)
     answers = workers.run(load_while_the_store_fails, place, 2, failing, world_size=2, init_process_group=False)
     assert answers[0] == answers[1]
     for answer in answers[0]:
@@ -189,12 +197,10 @@ def test_a_store_that_fails_while_it_is_read_ends_the_load_on_all_ranks(
         assert "\n" not in answer
 
 
-def test_an_unfinished_save_is_named_and_never_loaded(workers: WorkerPool, tmp_path: Path) -> None:
+def test_an_unfinished_save_is_named_and_never_loaded(workers: WorkerPool, stored: Path, tmp_path: Path) -> None:
     whole, unfinished = (address(tmp_path / name) for name in ("whole.ckpt", "unfinished.ckpt"))
-    workers.run(
-        run_in_store, [replace(STRAIGHT, save=place, save_at=()) for place in (whole, unfinished)], 2,
-        world_size=2, init_process_group=False,
-    )  # fmt: skip
+    for name in ("whole.ckpt", "unfinished.ckpt"):
+        shutil.copytree(stored / "remote", tmp_path / name)
     (tmp_path / "unfinished.ckpt" / "realloc.json").unlink()
 
     resumed = Part(STRAIGHT.plan, 4, resume=unfinished)
@@ -213,15 +219,15 @@ def test_an_unfinished_save_is_named_and_never_loaded(workers: WorkerPool, tmp_p
     assert workers.run(refused_in_store, [saved], 2, world_size=2, init_process_group=False) == [[told]] * 2
 
 
-def test_damage_in_a_store_is_named(workers: WorkerPool, tmp_path: Path) -> None:
+def test_damage_in_a_store_is_named(workers: WorkerPool, stored: Path, tmp_path: Path) -> None:
+    shutil.copytree(stored / "remote", tmp_path / "saved")
     place = address(tmp_path / "saved")
-    workers.run(run_in_store, [Part(STRAIGHT.plan, 1, save=place)], 2, world_size=2, init_process_group=False)
     shard = next((tmp_path / "saved").rglob("__1_0.distcp"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(bytes(content))
     answers = workers.run(
-        refused_in_store, [Part(STRAIGHT.plan, 2, resume=place)], 2, world_size=2, init_process_group=False
+        refused_in_store, [Part(STRAIGHT.plan, 4, resume=place)], 2, world_size=2, init_process_group=False
     )
     assert answers[0] == answers[1]
     assert f"{address(shard)} is not as it was written: its checksum is" in (answers[0][0] or "")
