@@ -17,6 +17,7 @@ from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.parallel.parallelize import parallelize
 from tests.generation.test_ranks import PARAMS, PROMPTS, _alone
+from tests.matrices import matrix
 from tests.models import tiny_model
 from tests.workers import WorkerPool
 
@@ -65,7 +66,7 @@ def _generate(failing_rank: int | None, *, moves_weights: bool) -> tuple[list[li
     return completions, recorder.num_replayed, warnings
 
 
-@pytest.mark.parametrize("moves_weights", [False, True])
+@pytest.mark.parametrize("moves_weights", matrix([False, True], True))
 def test_ranks_replay_the_same_steps_and_draw_the_tokens_of_one_rank(workers: WorkerPool, moves_weights: bool) -> None:
     results = workers.run(partial(_generate, moves_weights=moves_weights), None, world_size=2)
     (completions, num_replayed, _), (others, num_of_other, _) = results
@@ -75,7 +76,7 @@ def test_ranks_replay_the_same_steps_and_draw_the_tokens_of_one_rank(workers: Wo
         assert {completion.sample_id: completion.token_ids for completion in made} == _alone("llama")
 
 
-@pytest.mark.parametrize("failing_rank", [0, 1])
+@pytest.mark.parametrize("failing_rank", matrix([0, 1], 1))
 def test_a_rank_that_cannot_capture_makes_all_go_on_without_graphs(workers: WorkerPool, failing_rank: int) -> None:
     results = workers.run(partial(_generate, moves_weights=False), failing_rank, world_size=2)
     for rank, (completions, _, warnings) in enumerate(results):

@@ -57,7 +57,13 @@ def _alone(family: str) -> dict[int, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), [("llama", "tp2"), ("qwen2", "tp4"), ("gpt_neox", "tp2"), ("deepseek_v3", "tp2")]
+    ("family", "layout"),
+    matrix(
+        [("llama", "tp2"), ("qwen2", "tp4"), ("gpt_neox", "tp2"), ("deepseek_v3", "tp2")],
+        ("qwen2", "tp4"),
+        ("gpt_neox", "tp2"),
+        ("deepseek_v3", "tp2"),
+    ),
 )
 def test_tensor_parallel_ranks_agree_bitwise_and_draw_the_tokens_of_one_rank(
     workers: WorkerPool, family: str, layout: str
@@ -183,7 +189,12 @@ def test_tensor_parallel_ranks_with_different_clocks_generate_the_same(workers: 
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), [("llama", "fsdp4"), ("llama", "fsdp2.tp2"), ("deepseek_v3", "fsdp2.tp2")]
+    ("family", "layout"),
+    matrix(
+        [("llama", "fsdp4"), ("llama", "fsdp2.tp2"), ("deepseek_v3", "fsdp2.tp2")],
+        ("llama", "fsdp2.tp2"),
+        ("deepseek_v3", "fsdp2.tp2"),
+    ),
 )
 def test_sharded_ranks_with_unequal_work_draw_the_tokens_of_one_rank(
     workers: WorkerPool, family: str, layout: str

@@ -116,7 +116,8 @@ def fit(cases: Sequence[str]) -> dict[str, runs.Outcome]:
 
 
 EXHAUSTIVE = {
-    "dr_grpo", "gspo", "cispo", "reinforce", "rloo_scored", "remax_scored", "online_dpo_lora", "distilled_lora",
+    "dr_grpo", "gspo", "cispo", "rloo", "reinforce", "rloo_scored", "remax_scored", "online_dpo_lora", "distilled",
+    "distilled_lora",
 }  # fmt: skip
 """Cases with settings that other cases, or faster tests, guard."""
 IN_PLANS = [f"{name} {layout}" for name in CASES for layout in ("fsdp", "pp")]

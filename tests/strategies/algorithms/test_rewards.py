@@ -13,6 +13,7 @@ from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards import Failed, PooledReward
 from lightning_realloc.rewards.failure_rule import Outcome
+from tests.matrices import matrix
 from tests.models import byte_tokenizer, tiny_model
 from tests.rewards import judges
 from tests.strategies import runs
@@ -76,7 +77,7 @@ def grpo_plan() -> dict[str, Any]:
     return {"calls": {call: layout for call, layout in PLAN["calls"].items() if "critic" not in call}}
 
 
-@pytest.mark.parametrize("make", [runs.grpo, runs.ppo])
+@pytest.mark.parametrize("make", matrix([runs.grpo, runs.ppo], runs.ppo))
 def test_samples_whose_reward_failed_are_left_out(workers: WorkerPool, make: Any) -> None:
     ranks = workers.run(fit, make, world_size=2, init_process_group=False)
     assert ranks[0][1] == ranks[1][1]  # every rank logs the same

@@ -99,16 +99,14 @@ def test_every_layout_gives_the_results_of_one_rank(workers: WorkerPool, name: s
     assert len({reward for rewards in alone.rewards for reward in rewards}) > 3
 
 
+@pytest.mark.exhaustive  # chunks with tools and with reward functions: below
 @pytest.mark.parametrize(
     "settings",
-    matrix(
-        [
-            {"strategy": {"generation_chunks": 3}},
-            {"generation": GenerationOptions(max_cache_bytes=1 << 16)},
-            {"reward": few_words},
-        ],
+    [
+        {"strategy": {"generation_chunks": 3}},
+        {"generation": GenerationOptions(max_cache_bytes=1 << 16)},
         {"reward": few_words},
-    ),
+    ],
 )
 def test_other_modes_change_no_game(workers: WorkerPool, settings: dict[str, Any]) -> None:
     plain, other = run(workers, "grpo", "dp1@0", 2), run(workers, "grpo", "dp1@0", 2, **settings)
@@ -209,6 +207,7 @@ def test_an_environment_may_own_the_tasks(workers: WorkerPool) -> None:
         run_of(several, rows, max_steps=1)
 
 
+@pytest.mark.exhaustive  # conversations in pieces: test_rollout_budget.py
 def test_games_go_on_in_the_next_iteration(workers: WorkerPool) -> None:
     budget = GenerationOptions(rollout_budget=RolloutBudget(tokens=60))
     outcome = run(workers, "grpo", "dp2", 2, generation=budget)

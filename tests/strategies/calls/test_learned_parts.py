@@ -84,7 +84,6 @@ def run(workers: WorkerPool, name: str, layout: str, world_size: int, **settings
             ("grpo", "dp2", {"strategy": {"generation_chunks": 2}}),
             ("grpo", "dp2", {"moves": True}),
         ],
-        ("grpo", "dp2", {"strategy": {"generation_chunks": 2}}),
         ("ppo", "dp2", {}),
     ),
 )

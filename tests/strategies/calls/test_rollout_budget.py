@@ -223,6 +223,7 @@ def resumed(folder: str) -> list[Learnt]:
     return [straight, learn("grpo", "dp2", 2, budget(tokens=40), resume=path)]
 
 
+@pytest.mark.exhaustive  # with parts of responses: test_learned_parts.py
 def test_a_resumed_run_continues_the_carried_samples(workers: WorkerPool, tmp_path: Path) -> None:
     straight, later = workers.run(resumed, str(tmp_path), world_size=2, init_process_group=False)[0]
     assert straight.logged[1]["carried_samples"] > 0

@@ -92,7 +92,8 @@ def test_no_sample_moves_between_ranks_that_step_together(workers: WorkerPool) -
     assert outcome.tokens
 
 
-@pytest.mark.parametrize("setting", matrix([True, "queued"], True))
+@pytest.mark.exhaustive  # of the engine: tests/generation/rebalance/test_protocol.py; running samples move: above
+@pytest.mark.parametrize("setting", [True, "queued"])
 def test_queued_samples_move_under_true_and_queued(workers: WorkerPool, setting: SampleReallocation) -> None:
     (stayed, _), (moved, counts) = (
         workers.run(run_algorithm, "dp2", 2, moves, None, 1, world_size=2, init_process_group=False)[0]

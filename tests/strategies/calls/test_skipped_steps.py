@@ -151,7 +151,7 @@ def spoilt_sample(name: str, layout: str) -> Fitted:
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    matrix([("sft", "fsdp2"), ("dpo", "dp2"), ("grpo", "tp2"), ("ppo", "fsdp2")], ("dpo", "dp2"), ("ppo", "fsdp2")),
+    matrix([("sft", "fsdp2"), ("dpo", "dp2"), ("grpo", "tp2"), ("ppo", "fsdp2")], ("ppo", "fsdp2")),
 )
 def test_other_mini_batches_are_trained_on(workers: WorkerPool, name: str, layout: str) -> None:
     ranks = workers.run(spoilt_sample, name, layout, world_size=2, init_process_group=False)

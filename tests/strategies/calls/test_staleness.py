@@ -279,6 +279,7 @@ def test_a_run_goes_on_with_another_bound(workers: WorkerPool, tmp_path: Path, b
         assert ages[0] <= 2.0 and ages[-1] == min(bound, 2), bound
 
 
+@pytest.mark.exhaustive  # one that learns, whose first responses are those of one that does not: above
 def test_a_policy_that_does_not_learn_gives_the_same_responses_one_step_ahead(run: Run, initial: Outcome) -> None:
     ahead = run("together", 1, 0, 1, 2, learning_rate=0.0)
     assert ahead.tokens == initial.tokens[:3]

@@ -64,7 +64,6 @@ UNEVEN_HEADS = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_head
         [(family, {}) for family in ("llama", "qwen2", "gemma", "phi3", "gpt2", "gpt_neox")]
         + [("llama", UNEVEN_HEADS)],
         ("llama", UNEVEN_HEADS),
-        ("gemma", {}),  # tied
         ("phi3", {}),  # fused
         ("gpt2", {}),  # transposed
     ),
@@ -242,12 +241,12 @@ def _gather_in_windows(layout: str, world_size: int) -> list[dict[str, Tensor]]:
 
 @CPU_ALONE
 def test_weights_are_gathered_a_few_at_a_time(workers: WorkerPool) -> None:
-    first, *others = workers.run(_gather_in_windows, "fsdp2.tp2", 4, init_process_group=False)
+    first, *others = workers.run(_gather_in_windows, "fsdp2", 2, world_size=2, init_process_group=False)
 
     one_by_one, some, at_once = first
     assert len(at_once) > 20 and torch.equal(at_once["lm_head.weight"], at_once["model.embed_tokens.weight"])
     assert _equal(one_by_one, at_once) and _equal(some, at_once)
-    assert others == [[{}, {}, {}]] * 3
+    assert others == [[{}, {}, {}]]
 
 
 def _train_two_heads(base: Path, out: Path) -> dict[str, dict[str, Tensor]]:

@@ -118,7 +118,7 @@ LAUNCHED: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
 
 @CPU_ALONE
 @pytest.mark.slow
-@pytest.mark.parametrize("names", matrix(["script fork", "torchrun processes"], "script fork"))
+@pytest.mark.parametrize("names", matrix(["script", "fork", "torchrun processes"], "script"))
 def test_one_script_gives_the_same_results_under_every_launcher(
     names: str, tmp_path: Path, workers: WorkerPool
 ) -> None:

@@ -119,7 +119,7 @@ CASES: dict[str, Case] = {
     ("case", "ranks"),
     matrix(
         ((case, ranks) for case in CASES for ranks in ((1,), (0, 1))),
-        *((case, (1,)) for case in CASES if case not in ("stale", "trained alone")),
+        *((case, (1,)) for case in CASES if case not in ("none", "stale", "trained alone")),
         ("plain", (0, 1)),
     ),
 )
@@ -194,8 +194,8 @@ def fit_in_a_slurm_job(folder: str) -> tuple[int, list[str]]:
         )  # fmt: skip
 
     with pytest.raises(SIGTERMException):
-        make(Signal((1,), signum=signal.SIGUSR1)).fit(runs.grpo(), Batches(2))
-    make(record).fit(runs.grpo(), Batches(2))
+        make(Signal((1,), signum=signal.SIGUSR1)).fit(runs.sft(), Batches(2, responses=True))
+    make(record).fit(runs.sft(), Batches(2, responses=True))
     return len(record.steps), Path(folder, "commands").read_text().splitlines()
 
 
@@ -214,7 +214,7 @@ def test_slurms_warning_saves_a_checkpoint_and_requeues_the_job(workers: WorkerP
 
 def test_sigterm_during_validation_ends_all_ranks_there(workers: WorkerPool, tmp_path: Path) -> None:
     stopped = workers.run(
-        fit_until_stopped, "iterations", (1,), str(tmp_path), "on_validation_batch_start", world_size=2,
+        fit_until_stopped, "trained alone", (1,), str(tmp_path), "on_validation_batch_start", world_size=2,
         init_process_group=False,
     )  # fmt: skip
     assert stopped[0] == stopped[1]
@@ -247,7 +247,7 @@ def test_a_signal_after_the_last_iteration_ends_the_process_after_the_fit(
     sent: list[int] = []
     monkeypatch.setattr(signal, "raise_signal", sent.append)
     trainer = runs.trainer("realloc", 1, callbacks=[Signal((0,), "on_train_end")], max_epochs=2)
-    trainer.fit(runs.grpo(), Batches(2))
+    trainer.fit(runs.sft(), Batches(2, responses=True))
     assert sent == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 

@@ -65,8 +65,8 @@ WITH_REFERENCE = {"dpo", "kto", "grpo", "ppo", "rloo", "reinforce++", "remax", "
 Trained = tuple[list[dict[str, float]], dict[str, dict[str, Tensor]], dict[str, dict[str, Tensor]], tuple[str, ...]]
 
 
-EXHAUSTIVE = {"orpo", "rloo", "reinforce++", "best of n"}
-"""Cases that have the roles and calls of others: of SFT, of GRPO, and of ReMax."""
+EXHAUSTIVE = {"orpo", "kto", "process reward", "rloo", "reinforce++", "remax", "best of n"}
+"""Cases that have the roles of others: of SFT, of DPO, of a reward model, and of GRPO."""
 
 
 def train_all(names: Sequence[str]) -> dict[str, Trained]:

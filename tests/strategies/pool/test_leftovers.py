@@ -169,7 +169,7 @@ def fit_four_times(same_trainer: bool) -> list[int]:
     return meter.noted
 
 
-@pytest.mark.parametrize("same_trainer", [False, True])
+@pytest.mark.parametrize("same_trainer", matrix([False, True], True))
 def test_models_of_earlier_fits_are_gone_before_new_ones_are_built(workers: WorkerPool, same_trainer: bool) -> None:
     (noted,) = workers.run(fit_four_times, same_trainer, world_size=1, init_process_group=False)
     model_bytes = sum(parameter.nbytes for parameter in tiny_model("llama").parameters())
