@@ -31,10 +31,23 @@ class ModelInput:
     before its last. Inputs of several samples are concatenated along dim 0."""
     prompt_key: int = -1
     """Key of equal prompts, 0 to 2^63 - 1: a digest of token ids and further inputs; -1: worked out here."""
+    positions: Tensor | None = field(default=None, compare=False)
+    """(3, P) positions of the tokens in time, height and width, on the host; None: their places."""
+    shift: int = field(default=0, compare=False)
+    """What the position of a token after the prompt is more than its place."""
 
     def __post_init__(self) -> None:
         if self.prompt_key < 0:
             object.__setattr__(self, "prompt_key", prompt_digest(self.token_ids, self.extras))
+
+    def positions_between(self, begin: int, end: int) -> Tensor | None:
+        """Return the positions (3, end - begin) of the tokens at these places of a sequence; None: their places."""
+        if self.positions is None:
+            return None
+        import torch
+
+        after = torch.arange(max(begin, len(self.token_ids)), max(end, len(self.token_ids))) + self.shift
+        return torch.cat([self.positions[:, begin:end], after.expand(3, -1)], 1)
 
 
 def prompt_digest(token_ids: Sequence[int], extras: Mapping[str, Tensor]) -> int:

@@ -31,6 +31,7 @@ from lightning_realloc.generation.loop.run import GenerationStats
 from lightning_realloc.generation.loop.streaming import CallNotifier, PartialResults
 from lightning_realloc.runtime.messages.environment_waits import WaitMeter
 from lightning_realloc.runtime.messages.flight_record import ActivityProgress
+from lightning_realloc.runtime.model.image_inputs import placed_input
 from lightning_realloc.runtime.model.structure import check_extra_inputs
 from lightning_realloc.runtime.parallel.tensor_parallel import tensor_parallel_group
 
@@ -239,8 +240,7 @@ class Engine(ABC):
         requests.require(self.capabilities, engine=self.name)
         with self._announced():
             samples = requests.samples()
-            if extras := sorted({name for sample in samples for name in sample.input.extras}):
-                self._check_extra_inputs(extras)
+            self._place_extra_inputs(samples)
             if self._followed is not None:
                 self._followed.extend(samples)
             stop = stop_rule_of(self._model, requests.params, self._tokenizer)
@@ -261,6 +261,14 @@ class Engine(ABC):
 
         Finished samples may be given to ``call.notifier`` before the end.
         """
+
+    def _place_extra_inputs(self, samples: Sequence[Sample]) -> None:
+        """Check the further inputs of prompts, and give those with images their positions."""
+        if extras := sorted({name for sample in samples for name in sample.input.extras}):
+            self._check_extra_inputs(extras)
+            placed = {id(sample.input): placed_input(self._model, sample.input) for sample in samples}
+            for sample in samples:
+                sample.input = placed[id(sample.input)]
 
     def _check_extra_inputs(self, names: Sequence[str]) -> None:
         """Raise for further inputs that the engine does not pass on or the model does not read."""

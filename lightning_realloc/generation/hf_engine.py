@@ -290,7 +290,7 @@ class _EarlyStops(LogitsProcessor):
         if forbidden is None:
             return scores
         rows, tokens = (torch.tensor(part, device=scores.device) for part in forbidden)
-        return scores.index_put((rows[:, None], tokens), scores.new_tensor(-math.inf))
+        return scores.index_put((rows, tokens), scores.new_tensor(-math.inf))
 
 
 def _config(params: SamplingParams, samples: Sequence[Sample]) -> GenerationConfig:

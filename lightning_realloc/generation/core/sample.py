@@ -208,6 +208,7 @@ class StopRule:
     Args:
         strings: Stop strings; they need a ``tokenizer``.
         min_new_tokens: Number of first tokens in which no stop token may occur and no stop string ends the turn.
+        never_drawn: Tokens that the model may not choose, such as those that stand for parts of an image.
     """
 
     def __init__(
@@ -217,6 +218,7 @@ class StopRule:
         strings: tuple[str, ...] = (),
         tokenizer: Tokenizer | None = None,
         min_new_tokens: int = 0,
+        never_drawn: frozenset[int] = frozenset(),
     ) -> None:
         if strings and tokenizer is None:
             raise GenerationError(
@@ -225,6 +227,7 @@ class StopRule:
             )
         self.token_ids = token_ids
         self._min_new_tokens = min_new_tokens
+        self._never_drawn = sorted(never_drawn)
         self._strings = strings
         self._tokenizer = tokenizer
         self._last_characters = frozenset(string[-1] for string in strings)
@@ -268,19 +271,20 @@ class StopRule:
     def forbidden(
         self, running: Sequence[Sample], drafts: Sequence[Sequence[int]]
     ) -> tuple[Sequence[int], Sequence[int]] | None:
-        """Return the rows of the logits in which stop tokens are not allowed yet, and these tokens; None without any.
+        """Return rows of the logits, and for each a token that is not allowed in it; None without any.
 
-        Each sample has one row for its last token and one for each drafted token.
+        Each sample has one row for its last token and one for each drafted token. Stop tokens are not allowed early.
         """
-        if not self._min_new_tokens or not self.token_ids:
+        if not (self._never_drawn or (self._min_new_tokens and self.token_ids)):
             return None
-        rows: list[int] = []
-        start = 0
+        stops, pairs, start = sorted(self.token_ids), list[tuple[int, int]](), 0
         for sample, draft in zip(running, drafts, strict=True):
-            early = min(self._min_new_tokens - len(sample.token_ids), len(draft) + 1)
-            rows.extend(range(start, start + early))
-            start += len(draft) + 1
-        return (rows, sorted(self.token_ids)) if rows else None
+            end = start + len(draft) + 1
+            early = range(start, min(end, start + self._min_new_tokens - len(sample.token_ids)))
+            pairs += [(row, token) for row in early for token in stops]
+            pairs += [(row, token) for row in range(start, end) for token in self._never_drawn]
+            start = end
+        return ([row for row, _ in pairs], [token for _, token in pairs]) if pairs else None
 
     def _ends_a_string(self, sample: Sample) -> bool:
         if len(sample.token_ids) < self._min_new_tokens or not self._may_complete_a_string(sample.last_token):

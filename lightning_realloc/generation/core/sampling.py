@@ -122,7 +122,7 @@ def _changed(scaled: Tensor, params: SamplingParams, forbidden: Forbidden | None
     if forbidden is None:
         return scaled
     rows, banned = (torch.as_tensor(part, device=scaled.device) for part in forbidden)
-    return scaled.index_put((rows[:, None], banned), scaled.new_tensor(float("-inf")))
+    return scaled.index_put((rows, banned), scaled.new_tensor(float("-inf")))
 
 
 def _penalized(logits: Tensor, repeated: Repeated, penalty: float) -> Tensor:

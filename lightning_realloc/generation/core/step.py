@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Emitted = tuple[list[int], list[float]]
 """Tokens of one sample, and their log-probabilities."""
 Forbidden = tuple[Sequence[int], Sequence[int]]
-"""Rows of the logits, and the tokens that may not be drawn in them."""
+"""Rows of the logits, and for each a token that may not be drawn in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,8 @@ class PrefillChunk:
     """Position of the first token; the slots hold all positions before it."""
     extras: Mapping[str, Tensor] = field(default_factory=dict)
     """Further inputs of the model that belong to these tokens; see `ModelInput`."""
+    positions: Tensor | None = None
+    """(3, N) positions of the tokens in time, height and width; None: their places in the sequence."""
 
 
 class DecodeRow(NamedTuple):
@@ -56,6 +58,8 @@ class DecodeRow(NamedTuple):
     """As `Draft.laws`."""
     held: Sequence[int] = ()
     """Tokens of the sequence before the first one; empty without a repetition penalty."""
+    shift: int = 0
+    """What the model's positions of the tokens are more than their places; see `ModelInput.shift`."""
 
     @property
     def end(self) -> int:
@@ -99,6 +103,7 @@ def decode_rows(samples: Sequence[Sample], drafts: Sequence[Draft], params: Samp
             len(sample.token_ids),
             draft.laws,
             sample.tokens(0, sample.position) if penalizes else (),
+            sample.input.shift,
         )
         for sample, draft in zip(samples, drafts, strict=True)
     ]

@@ -12,6 +12,7 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.core.model_config import eos_ids_of, vocabulary_of
 from lightning_realloc.generation.core.params import SamplingParams
 from lightning_realloc.generation.core.sample import StopRule, Tokenizer
+from lightning_realloc.runtime.model.image_inputs import placeholder_ids
 
 _log = logging.getLogger(__name__)
 
@@ -42,13 +43,18 @@ def stop_rule_of(model: nn.Module, params: SamplingParams, tokenizer: Tokenizer 
         eos = getattr(tokenizer, "eos_token_id", None)
         own = eos_ids_of(model) | (frozenset({eos}) if isinstance(eos, int) else frozenset())
     stops = frozenset(params.stop_token_ids) | {token for token in own if token < vocabulary}
+    placeholders = placeholder_ids(model)
     if params.min_new_tokens and len(stops) == vocabulary:
         raise GenerationError(
             f"min_new_tokens={params.min_new_tokens} leaves nothing to draw, since all {vocabulary} tokens of the "
             "vocabulary end a response; lower it to 0, or name fewer stop_token_ids"
         )
     return StopRule(
-        token_ids=stops, strings=params.stop_strings, tokenizer=tokenizer, min_new_tokens=params.min_new_tokens
+        token_ids=stops - placeholders,
+        strings=params.stop_strings,
+        tokenizer=tokenizer,
+        min_new_tokens=params.min_new_tokens,
+        never_drawn=placeholders,
     )
 
 

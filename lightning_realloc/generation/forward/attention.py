@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.cache.kv_cache import StepPlaces
-from lightning_realloc.generation.core.model_config import OTHER_ENGINE
+from lightning_realloc.generation.core.model_config import OTHER_ENGINE, text_config_of
 from lightning_realloc.generation.forward.cached_attention import Scores, StoredLayer, decode, read
 from lightning_realloc.generation.forward.expert_records import ExpertRecords
 from lightning_realloc.generation.forward.latents import CachedHeads, heads_of, latents_given_back, latents_kept
@@ -25,6 +25,7 @@ from lightning_realloc.generation.forward.packed_step import PackedStep, is_visi
 from lightning_realloc.runtime.forward.attention.soft_caps import capped
 from lightning_realloc.runtime.forward.attention.varlen import attend_varlen, can_attend_varlen
 from lightning_realloc.runtime.forward.routers import RoutedPass
+from lightning_realloc.runtime.model.image_inputs import image_blocks
 
 IMPLEMENTATION = "realloc_slots"
 STEP_ARGUMENT = "realloc_step"
@@ -105,7 +106,7 @@ def slot_attention(model: nn.Module) -> Iterator[None]:
 
     The training mode of each module is restored separately: some may have been in evaluation mode on purpose.
     """
-    config: Any = model.config
+    config = text_config_of(model)
     before, padding = config._attn_implementation, vars(config).get("pad_token_id")
     training = [module for module in model.modules() if module.training]
     try:
@@ -126,7 +127,7 @@ def slot_attention(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def attention_given_back(model: nn.Module) -> Iterator[None]:
     """Let another engine generate from the model, between two steps of a call that does."""
-    config: Any = model.config
+    config = text_config_of(model)
     before = config._attn_implementation
     try:
         if before == IMPLEMENTATION:
@@ -205,7 +206,8 @@ def _attend_segments(
     queries: Tensor, own: tuple[Tensor, Tensor], layer: StoredLayer, step: PackedStep, heads: CachedHeads
 ) -> list[Tensor]:
     """Attend from the segments' tokens (N, H, D), which have the heads' ``own`` keys and values; return (N, H, D_v)."""
-    if step.reads_from_the_beginning and layer.scores.are_plain and can_attend_varlen(queries, own[1]):
+    is_causal = step.blocks is None and layer.scores.are_plain
+    if is_causal and step.reads_from_the_beginning and can_attend_varlen(queries, own[1]):
         scaling, window = layer.scores.scaling, layer.window
         return [attend_varlen(queries, *own, *step.segment_bounds(), scaling=scaling, window=window)]
     attended = []
@@ -215,7 +217,8 @@ def _attend_segments(
             whole = layer.sequence(segment.slots[0], segment.end)
             attended.append(heads.project(read(heads.absorb(queries[span]), whole, layer)))
         else:
-            attended.append(read(queries[span], (own[0][span], own[1][span]), layer))
+            images = None if step.blocks is None else step.blocks[span]
+            attended.append(read(queries[span], (own[0][span], own[1][span]), layer, images))
     return attended
 
 
@@ -250,6 +253,8 @@ def run_packed(
     ``ids`` and ``positions`` are (1, N). ``extras`` are further inputs of the model by keyword. ``routed`` records the
     experts of the tokens, which are stored next to their keys and values.
     """
+    if extras and isinstance(step, PackedStep):
+        step.blocks = image_blocks(model, ids[0, : step.num_prefill])
     output = model(
         input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=kept,
         **{STEP_ARGUMENT: StepArgument(step)}, **(extras or {}), **({} if routed is None else routed.arguments),
@@ -267,8 +272,7 @@ def run_packed(
 
 def check_idle(model: nn.Module) -> None:
     """Raise GenerationError if another call is generating from the model, as both would replace its attention."""
-    config: Any = model.config
-    if config._attn_implementation == IMPLEMENTATION:
+    if text_config_of(model)._attn_implementation == IMPLEMENTATION:
         raise GenerationError(
             f"{type(model).__name__} is generated from already, by another thread, or by the call that on_finished or "
             "an environment runs in; wait for the end of that call, or give every engine a model of its own"

@@ -119,12 +119,15 @@ def _decode_grid(grid: Tensor, layer: StoredLayer, step: PackedStep) -> Tensor:
     return by_token.reshape(rows * width, heads, -1)
 
 
-def read(queries: Tensor, contents: tuple[Tensor, Tensor], layer: StoredLayer) -> Tensor:
-    """Attend causally from the last T tokens (T, H, D) of a sequence to all of it (S, H_kv, D); return (T, H, D_v)."""
+def read(queries: Tensor, contents: tuple[Tensor, Tensor], layer: StoredLayer, images: Tensor | None = None) -> Tensor:
+    """Attend causally from the last T tokens (T, H, D) of a sequence to all of it (S, H_kv, D); return (T, H, D_v).
+
+    With ``images`` (S,), tokens also see later ones of the same image; -1 is text.
+    """
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (queries, *contents))
     num_queries, length = q.shape[2], k.shape[2]
     scores, window = layer.scores, layer.window
-    if scores.are_plain and num_queries == length and (window is None or window >= length):
+    if images is None and scores.are_plain and num_queries == length and (window is None or window >= length):
         grouped = q.shape[1] != k.shape[1]
         attended = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scores.scaling, enable_gqa=grouped)
         return attended[0].transpose(0, 1)
@@ -134,7 +137,10 @@ def read(queries: Tensor, contents: tuple[Tensor, Tensor], layer: StoredLayer) -
         end = min(begin + size, length)
         first = 0 if window is None else max(0, begin - window + 1)
         own = slice(begin - length + num_queries, end - length + num_queries)
-        distance = torch.arange(begin, end, device=q.device)[:, None] - torch.arange(first, end, device=q.device)
+        last = end if images is None else length
+        distance = torch.arange(begin, end, device=q.device)[:, None] - torch.arange(first, last, device=q.device)
         mask = is_visible(distance, window)
-        blocks.append(scores.attend(q[:, :, own], k[:, :, first:end], v[:, :, first:end], mask=mask))
+        if images is not None:
+            mask |= (distance < 0) & (images[begin:end, None] == images[first:last]) & (images[begin:end, None] >= 0)
+        blocks.append(scores.attend(q[:, :, own], k[:, :, first:last], v[:, :, first:last], mask=mask))
     return torch.cat(blocks, 2)[0].transpose(0, 1)

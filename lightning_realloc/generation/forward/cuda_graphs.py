@@ -61,7 +61,7 @@ class Graph(Generic[ShapeT]):
 
     shape: ShapeT
     inputs: Tensor
-    """(3, tokens): token ids, their positions, and their places in the cache."""
+    """(4, tokens): token ids, their places in their sequences and in the cache, and the model's positions."""
     logits: Tensor
     """(tokens, V)."""
     replay: Callable[[], None]
@@ -321,12 +321,12 @@ class StepGraphs(CapturedForwards[StepShape]):
     def _capture_step(self, shape: StepShape) -> Graph[StepShape] | None:
         device = next(self._model.parameters()).device
         inputs = torch.tensor(filled_up((), shape, self._cache), device=device)
-        ids, positions, places = inputs[:, None]
+        ids, in_sequence, in_cache, positions = inputs[:, None]
 
         def forward() -> Tensor:
-            cached = self._cache.captured_places(places[0], num_rows=shape.rows, attended_length=shape.length)
+            cached = self._cache.captured_places(in_cache[0], num_rows=shape.rows, attended_length=shape.length)
             counts, lengths = [shape.width] * shape.rows, [shape.length] * shape.rows
-            step = PackedStep(cached, positions[0], counts, lengths, shape.length)
+            step = PackedStep(cached, in_sequence[0], counts, lengths, shape.length)
             routed = None if self._records is None else self._records.routed_pass()
             return run_packed(self._model, ids, positions, step, kept=shape.num_tokens, routed=routed)
 

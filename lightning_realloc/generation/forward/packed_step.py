@@ -113,6 +113,8 @@ class PackedStep:
     segments: tuple[Segment, ...] = ()
     num_prefill: int = 0
     """Tokens of segments."""
+    blocks: Tensor | None = None
+    """(num_prefill,) image that each token of segments belongs to, -1 for text; None: tokens see earlier ones alone."""
     grid: PaddedRows = field(init=False)
     attended: set[int] = field(default_factory=set, init=False)
     """Layers that have attended."""

@@ -27,6 +27,7 @@ from lightning_realloc.generation.forward.attention import run_packed
 from lightning_realloc.generation.forward.cuda_graphs import CapturedForwards
 from lightning_realloc.generation.forward.expert_records import ExpertRecords
 from lightning_realloc.generation.forward.packed_step import PackedStep, segments_of
+from lightning_realloc.runtime.model.image_inputs import present_inputs
 from lightning_realloc.runtime.parallel.tensor_parallel import tensor_parallel_group
 
 
@@ -145,7 +146,7 @@ class ModelRunner(StepExecutor):
         # Keeping 0 tokens would mean all of them, so without rows the last token is kept and dropped.
         kept = torch.arange(num_prefill, len(tokens), device=self._device) if num_prefill and num_row_tokens else None
         kept_tokens = max(1, num_row_tokens) if kept is None else kept
-        logits = self._run(ids, places, step, kept_tokens, self._extras(prefills))
+        logits = self._run(ids, model_positions(places, prefills, rows), step, kept_tokens, self._extras(prefills))
         return logits[len(logits) - num_row_tokens :]
 
     def _run(
@@ -161,7 +162,7 @@ class ModelRunner(StepExecutor):
         for prefill in prefills:
             for name, values in prefill.extras.items():
                 parts[name].append(values.to(self._device))
-        return {name: torch.cat(values) for name, values in parts.items()}
+        return present_inputs(self._model, {name: torch.cat(values) for name, values in parts.items()})
 
     def may_need(self, length: int) -> None:
         self._longest = max(length, self._longest)
@@ -196,6 +197,21 @@ class ModelRunner(StepExecutor):
         self.cache.prepare(shapes, self._device)
         for begin, end, content in parts:
             self.cache.write(slot, begin, end, content)
+
+
+def model_positions(places: Tensor, prefills: Sequence[PrefillChunk], rows: Sequence[DecodeRow]) -> Tensor:
+    """Return the position ids of tokens at ``places`` (1, N) of their sequences: (1, N), or (3, 1, N) after images."""
+    if not (any(row.shift for row in rows) or any(chunk.positions is not None for chunk in prefills)):
+        return places
+    positions = places.expand(3, -1).clone()
+    begin = 0
+    for chunk in prefills:
+        if chunk.positions is not None:
+            positions[:, begin : begin + len(chunk.tokens)] = chunk.positions.to(places.device, non_blocking=True)
+        begin += len(chunk.tokens)
+    shifts = [row.shift for row in rows for _ in row.tokens]
+    positions[:, begin:] += torch.tensor(shifts, device=places.device)
+    return positions[:, None]
 
 
 def _slots_of(counts: Sequence[int], device: torch.device) -> Tensor:

@@ -55,8 +55,8 @@ def within_window(model: nn.Module, length: int, longest: int) -> int:
 
 def filled_up(
     rows: Sequence[DecodeRow], shape: StepShape, cache: CapturableCache
-) -> tuple[list[int], list[int], list[int]]:
-    """Return token ids, positions and cache indices of the rows' tokens, padded to the shape.
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Return token ids, places in sequences, cache indices and positions of the rows' tokens, padded to the shape.
 
     Padding reads position 0, and writes to an index that no sample uses.
     """
@@ -64,17 +64,19 @@ def filled_up(
         ids = [row.tokens[0] for row in rows]
         positions = [row.position for row in rows]
         places = [cache.host_index(slot, position) for slot, position in enumerate(positions)]
+        shifted = [row.position + row.shift for row in rows]
     else:
-        ids, positions, places = [], [], []
+        ids, positions, places, shifted = [], [], [], []
         for slot, row in enumerate(rows):
             rest = shape.width - len(row.tokens)
             ids += [*row.tokens, *[0] * rest]
             positions += [*range(row.position, row.end), *[0] * rest]
+            shifted += [*range(row.position + row.shift, row.end + row.shift), *[0] * rest]
             places += [cache.host_index(slot, position) for position in range(row.position, row.end)]
             places += [cache.padding_index(slot)] * rest
     rest = shape.num_tokens - len(ids)
     padding = [cache.padding_index(slot) for slot in range(len(rows), shape.rows) for _ in range(shape.width)]
-    return ids + [0] * rest, positions + [0] * rest, places + padding
+    return ids + [0] * rest, positions + [0] * rest, places + padding, shifted + [0] * rest
 
 
 def without_filling(logits: Tensor, rows: Sequence[DecodeRow], width: int) -> Tensor:

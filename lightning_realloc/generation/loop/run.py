@@ -275,8 +275,10 @@ class GenerationRun:
         for read in step.reads:
             samples = [self.samples[index] for index in read.samples]
             # A sequence's last token is read as a row, so that new and old samples are alike from there on.
-            extras = {} if read.begin else samples[0].input.extras
-            prefills.append(PrefillChunk(samples[0].tokens(read.begin, read.end), read.slots, read.begin, extras))
+            given = samples[0].input
+            extras, positions = {} if read.begin else given.extras, given.positions_between(read.begin, read.end)
+            tokens = samples[0].tokens(read.begin, read.end)
+            prefills.append(PrefillChunk(tokens, read.slots, read.begin, extras, positions))
             for sample in samples:
                 sample.num_read = read.end
             self._counts["prefill_tokens"] += read.end - read.begin

@@ -73,6 +73,8 @@ class StageStep(NamedTuple):
     """Number of tokens of each row."""
     positions: Sequence[int]
     """Position of the first token of each row."""
+    shifts: Sequence[int]
+    """What the model's positions of each row's tokens are more than their places."""
 
     @classmethod
     def of(cls, group: int, changes: Sequence[SlotChange], step: ForwardStep) -> StageStep:
@@ -84,6 +86,7 @@ class StageStep(NamedTuple):
             [token for row in step.rows for token in row.tokens],
             [len(row.tokens) for row in step.rows],
             [row.position for row in step.rows],
+            [row.shift for row in step.rows],
         )
 
     @property
@@ -91,8 +94,8 @@ class StageStep(NamedTuple):
         """Rows of the forward, without what only draws need."""
         bounds = pairwise(accumulate(self.counts, initial=0))
         return [
-            DecodeRow(self.tokens[begin:end], position)
-            for (begin, end), position in zip(bounds, self.positions, strict=True)
+            DecodeRow(self.tokens[begin:end], position, shift=shift)
+            for (begin, end), position, shift in zip(bounds, self.positions, self.shifts, strict=True)
         ]
 
 

@@ -13,9 +13,10 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.runtime.model.image_inputs import IMAGE_FAMILIES, placeholder_ids
 from lightning_realloc.runtime.model.quantized import replacements_in_copy
 
 _OLD_BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$|\.inv_freq$")
@@ -37,10 +38,12 @@ def find_blocks(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
     """Return (name, module) of the repeated blocks of a model, in order; () if it has no module list.
 
     Blocks are the elements of the outermost module lists with classes in transformers' ``_no_split_modules``. For a
-    model without these, they are the elements of the list with the most parameters.
+    model without these, they are the elements of the list with the most parameters. A model that also reads images has
+    the blocks of its text decoder: all ranks hold the tower's weights at the same time, also those without an image.
     """
+    decoder = decoder_name(model)
     lists: list[tuple[str, nn.ModuleList]] = []
-    for name, module in model.named_modules():
+    for name, module in model.get_submodule(decoder).named_modules(prefix=decoder):
         if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer, _ in lists):
             lists.append((name, module))
     whole = set(getattr(model, "_no_split_modules", None) or ())
@@ -48,6 +51,15 @@ def find_blocks(model: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
     if not named and lists:
         named = [max(lists, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))]
     return tuple((f"{name}.{index}", block) for name, blocks in named for index, block in enumerate(blocks))
+
+
+def decoder_name(model: nn.Module) -> str:
+    """Return the name of the module that holds a transformers model's text decoder; "" for the model itself."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if isinstance(config, PreTrainedConfig) else None
+    if text is config:
+        return ""
+    return next((name for name, module in model.named_modules() if getattr(module, "config", None) is text), "")
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
@@ -66,11 +78,20 @@ def find_transformers_model(model: nn.Module) -> PreTrainedModel | None:
 
 
 def check_extra_inputs(model: nn.Module, names: Iterable[str]) -> None:
-    """Raise ConfigError for further inputs that the model's ``forward`` does not name; ``**kwargs`` would drop them."""
+    """Raise ConfigError for further inputs that the model's ``forward`` does not name; ``**kwargs`` would drop them.
+
+    And for those of a model of images whose family may read images otherwise than the known ones.
+    """
     if missing := sorted(set(names) - inspect.signature(type(model).forward).parameters.keys()):
         raise ConfigError(
             f"{type(model).__name__}.forward has no argument {missing[0]!r}, which the samples bring as a further "
             f"input; use a model that reads it, or leave the column 'input/{missing[0]}' out of the data"
+        )
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if placeholder_ids(model) and kind not in IMAGE_FAMILIES:
+        raise ConfigError(
+            f"{type(model).__name__} is of the family {kind!r}, which may read images in a way of its own; images work "
+            f"with {', '.join(sorted(IMAGE_FAMILIES))}, and text with all"
         )
 
 

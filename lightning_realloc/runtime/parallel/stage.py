@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import ModelLayout
 from lightning_realloc.runtime.model.dry_run import Placeholder
+from lightning_realloc.runtime.model.image_inputs import blocks_with_image_features
 from lightning_realloc.runtime.model.structure import find_blocks, tied_names
 
 
@@ -217,7 +218,8 @@ def get_stage_io(model: nn.Module) -> StageIO:
 
 def _refuse_indivisible(model: nn.Module, model_layout: ModelLayout) -> None:
     """Raise LayoutError for models that would fail on one stage while the others wait for it."""
-    pp = model_layout.layout.dims.pp
+    layout = model_layout.layout
+    pp = layout.dims.pp
     name = type(model).__name__
     lists = {block.rpartition(".")[0] for block, _ in find_blocks(model)}
     if len(lists) != 1:
@@ -232,6 +234,12 @@ def _refuse_indivisible(model: nn.Module, model_layout: ModelLayout) -> None:
             "use a smaller pp, or freeze fewer layers"
         )
     (blocks,) = lists
+    first, added = len(model_layout.model.stage_blocks(layout.dims.num_runs)[0]), blocks_with_image_features(model)
+    if added > first:
+        raise LayoutError(
+            f"pp={pp} gives the tower of {name} and the first {first} of its blocks to the first stage, and features "
+            f"of images are added after the first {added}; use a smaller pp"
+        )
     for owner, names in tied_names(model).items():
         homes = {alias.removeprefix(f"{blocks}.").partition(".")[0] for alias in names}
         if len(homes) > 1 and model_layout.model.param(owner).section != "ends":

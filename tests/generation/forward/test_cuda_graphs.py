@@ -100,7 +100,8 @@ def test_padding_of_a_shape_is_written_to_positions_of_no_sample(
     shape = StepShape(len(rows) + data.draw(st.integers(0, 3)), width, capacity)
     cache = SlotCache()
     cache.capacity = capacity
-    ids, positions, places = filled_up(rows, shape, cache)
+    ids, positions, places, shifted = filled_up(rows, shape, cache)
+    assert shifted == positions, "no row has read an image"
     assert {len(ids), len(positions), len(places)} == {shape.rows * width}
     own = {slot * width + place for slot, row in enumerate(rows) for place in range(len(row.tokens))}
     for index, (token, position, place) in enumerate(zip(ids, positions, places, strict=True)):

@@ -25,7 +25,7 @@ ATTENTION = "realloc_packed"
 def check_packable(model: nn.Module) -> None:
     """Raise ConfigError for a transformers model that cannot run packed sequences; other modules pass."""
     hf_model = find_transformers_model(model)
-    if hf_model is not None and hf_model.config._attn_implementation != ATTENTION:
+    if hf_model is not None and hf_model.config.get_text_config()._attn_implementation != ATTENTION:
         refuse_unpackable(hf_model)
 
 

@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.runtime.forward.attention.image_rows import row_blocks, row_positions, tower_takes_part
 from lightning_realloc.runtime.forward.attention.packable import ATTENTION, refuse_mixed_rotations, refuse_unpackable
 from lightning_realloc.runtime.forward.attention.query_blocks import ScoreRules
 from lightning_realloc.runtime.forward.attention.segment_scores import attend_pieces, attend_whole_rows
@@ -33,6 +34,7 @@ from lightning_realloc.runtime.forward.attention.token_exchange import exchanged
 from lightning_realloc.runtime.forward.routers import routing_arguments
 from lightning_realloc.runtime.forward.token_group import RowDivision, refuse_undivided, row_division
 from lightning_realloc.runtime.model.dry_run import ForwardFailed, dry_run
+from lightning_realloc.runtime.model.image_inputs import present_inputs
 from lightning_realloc.runtime.model.quantized import quantized_layers
 from lightning_realloc.runtime.model.structure import (
     check_extra_inputs,
@@ -47,6 +49,18 @@ ATTENTION_OF_PACKS = "realloc_segments"
 _UNSUPPORTED_OPTIONS = ("position_bias", "cache")
 _UNKNOWN_WINDOW = -1
 _in_packed_forward: ContextVar[bool] = ContextVar("in_packed_forward", default=False)
+
+
+def attention_config(model: PreTrainedModel) -> PreTrainedConfig:
+    """Return the configuration whose attention functions run packs: that of the text decoder."""
+    return model.config.get_text_config()
+
+
+def _of_decoder(config: PreTrainedConfig, attention: str) -> str | dict[str, str]:
+    """Return transformers' setting that changes the attention of a model's text decoder alone."""
+    own = config.get_text_config()
+    parts = [name for name in config.sub_configs if getattr(config, name, None) is own]
+    return {parts[0]: attention} if parts else attention
 
 
 def check_segments(models: Iterable[nn.Module]) -> None:
@@ -70,7 +84,7 @@ def _check_segments(model: nn.Module) -> None:
     copy = copy_without_weights(model).to("meta")
     install_packed_attention(copy)
     hf_model = transformers_model(copy)
-    hf_model.config._attn_implementation = ATTENTION_OF_PACKS
+    attention_config(hf_model)._attn_implementation = ATTENTION_OF_PACKS
     token, ids = _in_packed_forward.set(True), torch.zeros(1, 2, dtype=torch.long, device="meta")
     segments = Segments((2,), torch.tensor([0, 2], dtype=torch.int32), (0,))
     try:
@@ -90,15 +104,17 @@ def install_packed_attention(model: nn.Module) -> None:
         ConfigError: if the model cannot run packed sequences; the message says why.
     """
     hf_model = transformers_model(model)
-    if hf_model.config._attn_implementation == ATTENTION:
+    if attention_config(hf_model)._attn_implementation == ATTENTION:
         return
     refuse_unpackable(hf_model)
     for name in (ATTENTION, ATTENTION_OF_PACKS):
         if name not in ALL_ATTENTION_FUNCTIONS:
             AttentionInterface.register(name, segment_attention)
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
-    hf_model.set_attn_implementation(ATTENTION)
-    if hf_model.config._attn_implementation != ATTENTION:
+    hf_model.set_attn_implementation(
+        ATTENTION if attention_config(hf_model) is hf_model.config else {"text_config": ATTENTION}
+    )
+    if attention_config(hf_model)._attn_implementation != ATTENTION:
         raise ConfigError(
             f"{type(hf_model).__name__} cannot run packed sequences: transformers cannot replace its attention; "
             f"use a model class that calls ALL_ATTENTION_FUNCTIONS"
@@ -116,19 +132,24 @@ def packed_attention(model: nn.Module, packed: PackedBatch) -> Iterator[dict[str
         refuse_undivided(hf_model, packed, division.group)
     if packed.extras:
         check_extra_inputs(hf_model, packed.extras)
+    positions, further = row_positions(hf_model, packed), present_inputs(hf_model, packed.extras)
+    blocks = row_blocks(hf_model, packed)
+    segments = Segments(packed.lengths, packed.cu_seqlens, packed.shared, division, packed.input_ids, blocks)
     token = _in_packed_forward.set(True)
-    hf_model.config._attn_implementation = ATTENTION_OF_PACKS
+    attention_config(hf_model)._attn_implementation = ATTENTION_OF_PACKS
     try:
-        yield {
+        inputs = {
             "input_ids": packed.input_ids if division is None else division.cut(packed.input_ids[0])[None],
-            "position_ids": packed.position_ids if division is None else division.cut(packed.position_ids[0])[None],
+            "position_ids": positions if division is None else division.cut(positions[0])[None],
             "use_cache": False,
-            "packed_segments": Segments(packed.lengths, packed.cu_seqlens, packed.shared, division, packed.input_ids),
-            **packed.extras,
+            "packed_segments": segments,
+            **further,
             **routing_arguments(model, packed, division),
         }
+        with tower_takes_part(hf_model, further):
+            yield inputs
     finally:
-        hf_model.config._attn_implementation = ATTENTION
+        attention_config(hf_model)._attn_implementation = ATTENTION
         _in_packed_forward.reset(token)
 
 

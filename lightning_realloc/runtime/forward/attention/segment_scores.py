@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from lightning_realloc.runtime.forward.token_group import RowDivision
 
 def attend_whole_rows(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rules: ScoreRules) -> Tensor:
     """Attend on whole rows: (1, H, N, D) -> (1, N, H, D)."""
-    if any(segments.shared) or not _can_attend_varlen(query, value, rules):
+    if any(segments.shared) or segments.blocks is not None or not _can_attend_varlen(query, value, rules):
         return _attend_by_segment(query, key, value, segments, rules)
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     longest, scaling, window = max(segments.lengths), rules.scaling, rules.sliding_window
@@ -55,7 +57,8 @@ def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segm
     by_run = zip(*(torch.split(tensor[0].transpose(0, 1), sizes) for tensor in (query, key, value)), runs, strict=True)
     outputs: list[Tensor] = []
     owner = key, value
-    for *packed, run in by_run:
+    blocks: Sequence[Tensor | None] = [None] * len(runs) if segments.blocks is None else segments.blocks.split(sizes)
+    for (*packed, run), images in zip(by_run, blocks, strict=True):
         # (count * length, H, D) -> (count, H, length, D)
         q, k, v = (tensor.unflatten(0, (run.count, run.length)).transpose(1, 2) for tensor in packed)
         if run.shared:
@@ -63,9 +66,27 @@ def _attend_by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segm
             k, v = (torch.cat([prompt, own], dim=2) for prompt, own in zip(prompts, (k, v), strict=True))
         else:
             owner = k[-1:], v[-1:]
-        attended = _attend_run(q, k, v, segments, rules)
+        if images is None or run.shared:
+            attended = _attend_run(q, k, v, segments, rules)
+        else:
+            attended = rules.attend(q, k, v, _mask_of_images(q, images.view(run.count, -1), rules))
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).unsqueeze(0)
+
+
+def _mask_of_images(query: Tensor, images: Tensor, rules: ScoreRules) -> Tensor:
+    """Return the additive mask (B, 1, S, S) of sequences whose tokens see earlier ones, and all of their own image.
+
+    Args:
+        query: (B, H, S, D).
+        images: (B, S) number of each token's image, -1 for text.
+    """
+    places = torch.arange(images.shape[1], device=images.device)
+    distance = places[:, None] - places
+    seen = (distance >= 0) | ((images[:, :, None] == images[:, None]) & (images >= 0)[:, None])
+    if rules.sliding_window is not None:
+        seen &= distance < rules.sliding_window
+    return query.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))[:, None]
 
 
 def _attend_run(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rules: ScoreRules) -> Tensor:

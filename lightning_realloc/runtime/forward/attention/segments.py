@@ -36,6 +36,8 @@ class Segments:
     """How ranks divide the tokens of the row; None: the model runs on all of them."""
     row: Tensor | None = None
     """(1, N) token ids of the whole row, by which a pipeline's stage knows its micro-batch."""
+    blocks: Tensor | None = None
+    """(N,) image that each token belongs to, -1 for text, in models where an image's tokens see later ones of it."""
     masks: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
     """Additive masks, made once for all layers."""
 

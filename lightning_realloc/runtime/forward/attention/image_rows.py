@@ -1,0 +1,96 @@
+"""Packed rows of prompts with images: positions of tokens, the image of each token, and gradients of the tower."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.runtime.model.image_inputs import (
+    has_image_positions,
+    image_blocks,
+    image_positions,
+    placeholder_ids,
+    shift_after,
+    split_images,
+)
+from lightning_realloc.runtime.model.structure import decoder_name
+
+
+def row_positions(model: PreTrainedModel, packed: PackedBatch) -> Tensor:
+    """Return the positions (1, N) of a row's tokens; (3, 1, N) in time, height and width if they depend on images."""
+    if not packed.extras or not has_image_positions(model):
+        return packed.position_ids
+    ids, left = packed.input_ids[0].tolist(), packed.extras
+    rows: list[Tensor] = []
+    start = shift = 0
+    for length, response, shared in zip(packed.lengths, packed.response_lengths, packed.shared, strict=True):
+        of_prompt = None
+        if not shared:
+            prompt = ids[start : start + length - response]
+            own, left = split_images(model, prompt, left)
+            of_prompt = image_positions(model, prompt, own)
+            shift = shift_after(of_prompt)
+        row = (torch.arange(shared, shared + length) + shift).repeat(3, 1)
+        if of_prompt is not None:
+            row[:, : of_prompt.shape[1]] = of_prompt
+        rows.append(row)
+        start += length
+    return torch.cat(rows, 1)[:, None].to(packed.input_ids.device, non_blocking=True)
+
+
+def row_blocks(model: PreTrainedModel, packed: PackedBatch) -> Tensor | None:
+    """Return the image (N,) that each of a row's tokens belongs to, -1 for text; None if images are read like text."""
+    blocks = image_blocks(model, packed.input_ids[0]) if packed.extras else None
+    return None if blocks is None else blocks.masked_fill(packed.response_mask, -1)
+
+
+@contextmanager
+def tower_takes_part(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give trained parameters outside of the text decoder gradients of zero, if a pack has no further ``inputs``.
+
+    Ranks reduce the gradients of the same parameters together, and another rank's pack may have images.
+    """
+    if inputs or not torch.is_grad_enabled() or not placeholder_ids(model):
+        yield
+        return
+
+    def join(_module: nn.Module, _arguments: Any, embedded: Tensor) -> Tensor:
+        # FSDP has gathered them by now, as other parameters.
+        return cast(Tensor, _Joined.apply(embedded, *_tower(model)))
+
+    handle = model.get_input_embeddings().register_forward_hook(join)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _tower(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Return the trained parameters that only images use."""
+    decoder, head = decoder_name(model), model.get_output_embeddings()
+    of_head = set() if head is None else set(head.parameters())
+    return [
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and not name.startswith(f"{decoder}.") and parameter not in of_head
+    ]
+
+
+class _Joined(torch.autograd.Function):
+    """The first tensor, which depends on the others as far as autograd knows."""
+
+    @staticmethod
+    def forward(ctx: Any, embedded: Tensor, *others: Tensor) -> Tensor:
+        ctx.like = [(other.shape, other.dtype, other.device) for other in others]
+        return embedded.view_as(embedded)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+        return gradients[0], *zeros
