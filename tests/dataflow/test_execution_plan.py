@@ -91,7 +91,7 @@ def test_an_error_names_the_call_of_the_plan_rather_than_one_that_copies_its_lay
         ({"call": {}}, r"an execution plan has the key 'calls', with a layout for every call, .* got \['call'\]"),
         (
             {"trainer": {}, "model": {}},
-            r"got \['trainer', 'model'\]; .* save trainer\.strategy\.init_args\.plan in a file",
+            r"got \['trainer', 'model'\]; `plan --config` reads .* elsewhere, save its plan in a file of its own",
         ),
         (0.5, r"an execution plan has the key 'calls', .* got 0\.5"),
         ([{"calls": {}}], r"an execution plan has the key 'calls', .* got \[{'calls'"),

@@ -299,10 +299,12 @@ def test_a_role_that_ignores_its_adapters_is_refused() -> None:
 
 
 def test_named_frozen_roles_merge_saved_adapters() -> None:
-    named = {"actor": LORA, "reference": "one", "teacher": "two"}
-    actor, reference = runs.grpo(peft_config=named).roles()
+    actor, reference = runs.grpo(peft_config={"actor": LORA, "reference": "one"}).roles()
     assert (actor.peft, reference.peft, reference.shares) == (LORA, "one", None)
+    named = {"actor": LORA, "teacher": "two"}
     assert [role.peft for role in OnPolicyDistillation("x", "y", peft_config=named).roles()] == [LORA, "two"]
+    with pytest.raises(ConfigError, match="peft_config names reference, and the roles are actor, teacher"):
+        OnPolicyDistillation("x", "y", peft_config={"reference": "one"})
 
 
 def test_settings_choose_between_two_producers_of_one_column() -> None:
