@@ -5,6 +5,7 @@ Each option is priced once, in seconds and bytes.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -179,20 +180,25 @@ class Pricing:
         return tables, is_complete
 
     def _most_promising_first(self, call: SearchedCall, layouts: Sequence[Layout]) -> list[Layout]:
-        """Return layouts by the seconds of one plan of a call: of the smallest micro-batches or slots, recomputing.
+        """Return the fastest layout, that of the fewest bytes, the next fastest, that of the next fewest, and so on.
 
-        Those that have no room for it come last. The estimator keeps these prices, which all layouts need in the end.
+        A fast layout of one call may leave room for the smallest ones of others alone. One plan of each layout is
+        compared, of the smallest micro-batches or slots, recomputing; layouts without room for it come last. The
+        estimator keeps these prices, which all layouts need in the end.
         """
         if len(layouts) <= MIN_LAYOUTS:
             return list(layouts)
-
-        def seconds(layout: Layout) -> float:
+        cheapest: dict[Layout, Option] = {}
+        for layout in layouts:
             plans = self.options.plans(call.kind, layout)[:1]
             if call.kind == "train" and True in self.options.gradient_checkpointing:
                 plans = (replace(plans[0], gradient_checkpointing=True),)
-            return min((option.seconds for option in self._fitting(call, layout, plans)), default=math.inf)
-
-        return sorted(layouts, key=seconds)
+            if options := self._fitting(call, layout, plans):
+                cheapest[layout] = min(options, key=lambda option: option.seconds)
+        fastest = sorted(cheapest, key=lambda layout: cheapest[layout].seconds)
+        smallest = sorted(cheapest, key=lambda layout: cheapest[layout].kept_bytes + cheapest[layout].active_bytes)
+        in_turns = itertools.chain.from_iterable(zip(fastest, smallest, strict=True))
+        return list(dict.fromkeys((*in_turns, *layouts)))
 
     def _interleaved_home(self, call: SearchedCall, home: Iterable[Option]) -> tuple[ParallelDims, ...]:
         """Return the interleaved degrees of a call's home, in which it needs no replica; none if it generates."""

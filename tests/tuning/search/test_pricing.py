@@ -378,3 +378,5 @@ def test_pricing_that_is_late_takes_the_most_promising_layouts_of_every_call(mon
         assert len({replace(option.dims, vpp=1) for option in part[8]}) <= 4
         if call.is_timed:
             assert min(option.seconds for option in part[8]) <= 1.2 * min(option.seconds for option in whole[8])
+        sizes = [[option.kept_bytes + option.active_bytes for option in table[8]] for table in (part, whole)]
+        assert min(sizes[0]) <= 1.2 * min(sizes[1]), "a fast layout of one call may leave room for small ones alone"
