@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -51,12 +51,13 @@ def row_blocks(model: PreTrainedModel, packed: PackedBatch) -> Tensor | None:
 
 
 @contextmanager
-def tower_takes_part(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Iterator[None]:
-    """Give trained parameters outside of the text decoder gradients of zero, if a pack has no further ``inputs``.
+def tower_takes_part(model: PreTrainedModel) -> Iterator[None]:
+    """Give trained parameters that only images use gradients of zero at least, also in a pack without images.
 
-    Ranks reduce the gradients of the same parameters together, and another rank's pack may have images.
+    Ranks reduce the gradients of the same parameters together, and another rank's pack may have images. Some families
+    leave parameters of their tower unused.
     """
-    if inputs or not torch.is_grad_enabled() or not placeholder_ids(model):
+    if not torch.is_grad_enabled() or not placeholder_ids(model):
         yield
         return
 

@@ -146,7 +146,7 @@ def packed_attention(model: nn.Module, packed: PackedBatch) -> Iterator[dict[str
             **further,
             **routing_arguments(model, packed, division),
         }
-        with tower_takes_part(hf_model, further):
+        with tower_takes_part(hf_model):
             yield inputs
     finally:
         attention_config(hf_model)._attn_implementation = ATTENTION
