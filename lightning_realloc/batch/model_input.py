@@ -6,7 +6,7 @@ No tensor operations at import: the generation loop passes inputs on without rea
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -50,12 +50,43 @@ class ModelInput:
         return torch.cat([self.positions[:, begin:end], after.expand(3, -1)], 1)
 
 
-def prompt_digest(token_ids: Sequence[int], extras: Mapping[str, Tensor]) -> int:
-    """Return 63 bits of a hash of token ids and of names, shapes, dtypes and values of further inputs."""
+def prompt_digest(token_ids: Sequence[int], extras: Mapping[str, Tensor], *, of_images: int | None = None) -> int:
+    """Return 63 bits of a hash of token ids and of names, shapes, dtypes and values of further inputs.
+
+    Args:
+        of_images: 64 bits that tell images apart, in place of further inputs that are made of them.
+    """
     digest = blake2b(array("q", token_ids).tobytes(), digest_size=8)
+    if of_images is not None:
+        digest.update(f"images {of_images}".encode())
     for name in sorted(extras):
         values = extras[name].detach().cpu()
         digest.update(f"{name} {values.dtype} {tuple(values.shape)} ".encode())
         short = values.is_floating_point() and values.dtype.itemsize < 4  # numpy has no bfloat16
         digest.update((values.float() if short else values).numpy().tobytes())
     return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def joined_inputs(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the further inputs of several prompts, concatenated along dim 0.
+
+    Where other dims differ, such as heights of images or numbers of their parts, zeros follow the smaller ones. Models
+    read no further than the sizes say, which are among the inputs.
+    """
+    from torch import cat
+    from torch.nn.functional import pad
+
+    rows: dict[str, list[Tensor]] = {}
+    for part in parts:
+        for name, values in part.items():
+            rows.setdefault(name, []).append(values)
+    joined: dict[str, Tensor] = {}
+    for name, several in rows.items():
+        if len({values.shape[1:] for values in several}) > 1:
+            sizes = [max(lengths) for lengths in zip(*(values.shape[1:] for values in several), strict=True)]
+            several = [
+                pad(v, [n for most, own in zip(sizes[::-1], v.shape[:0:-1], strict=True) for n in (0, most - own)])
+                for v in several
+            ]
+        joined[name] = cat(several)
+    return joined

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_realloc.batch.balance_loss import BalanceLoss
+from lightning_realloc.batch.model_input import joined_inputs
 from lightning_realloc.batch.ragged import Ragged
-from lightning_realloc.batch.samples import EXPERTS, Samples, extra_inputs, prompt_keys
+from lightning_realloc.batch.samples import EXPERTS, Samples, extra_inputs, prompt_images, prompt_keys
 from lightning_realloc.errors import DataError, PlanError
 
 _TENSORS = (
@@ -185,11 +186,19 @@ def pack(samples: Samples, *, columns: Sequence[str] = (), share_prompts: bool =
         sample_index=sample_index.to(device),
         predecessors=_predecessors(starts, shared, positions).to(device),
         shared=tuple(shared.tolist()),
-        extras={name: column.select(holders).values.to(device) for name, column in extra_inputs(samples).items()},
+        extras={name: values.to(device) for name, values in _packed_inputs(samples, holders).items()},
         columns={name: _packed_column(samples, name, responses, in_response) for name in columns},
         data=samples.data,
         experts=_packed_experts(samples.ragged(EXPERTS), sample_index, positions) if EXPERTS in samples else None,
     )
+
+
+def _packed_inputs(samples: Samples, holders: Tensor) -> dict[str, Tensor]:
+    """Return the further inputs of the samples at the positions ``holders``, those of images read now."""
+    images = prompt_images(samples)
+    shown = [images[row] for row in holders.tolist()]
+    of_columns = {name: column.select(holders).values for name, column in extra_inputs(samples).items()}
+    return joined_inputs([of_columns, *(each.inputs for each in shown if each is not None)])
 
 
 def _packed_experts(experts: Ragged, sample_index: Tensor, positions: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Sequences are stored without padding. Ids and lengths always live on the host, s
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_realloc.batch.model_input import ModelInput
+from lightning_realloc.batch.model_input import ModelInput, prompt_digest
 from lightning_realloc.batch.ragged import Ragged as Ragged
 from lightning_realloc.batch.ragged import as_indices, check_host_integers, tensors_equal
 from lightning_realloc.errors import DataError
@@ -30,9 +31,29 @@ EXTRA_INPUT = "input/"
 """Beginning of the names of columns that are further inputs of the model: sequences of rows, ``input/pixel_values`` for
 the argument ``pixel_values`` of its ``forward``."""
 
+IMAGES = "images"
+"""Column of the data set with each sample's `PromptImages`."""
 RECORD = "record/"
 """Beginning of the names of columns about whole samples that no model reads, such as sequences of other lengths than
 the response's: they stay with their samples, and are not packed."""
+
+
+class PromptImages(ABC):
+    """The images of a sample, whose pixels are read when a model needs them. An empty one is False."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of images."""
+
+    @property
+    @abstractmethod
+    def key(self) -> int:
+        """64 bits that tell the images of samples apart."""
+
+    @property
+    @abstractmethod
+    def inputs(self) -> Mapping[str, Tensor]:
+        """Further inputs by the keyword that the model's ``forward`` expects, each (rows, ...); read when asked for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -244,14 +265,26 @@ def extra_inputs(samples: Samples) -> dict[str, Ragged]:
     return {name.removeprefix(EXTRA_INPUT): samples.ragged(name) for name in extra_columns(samples)}
 
 
+def prompt_images(samples: Samples) -> list[PromptImages | None]:
+    """Return the images of each sample; None for one without any."""
+    column = samples.data.get(IMAGES, (None,) * len(samples))
+    return [images if isinstance(images, PromptImages) and images else None for images in column]
+
+
 def model_inputs(samples: Samples) -> list[ModelInput]:
     """Return each sample's prompt as a model reads it, with its key from the column ``prompt_key`` if there is one."""
     extras = {name: column.split() for name, column in extra_inputs(samples).items()}
     keys = samples.tensor(PROMPT_KEY).tolist() if PROMPT_KEY in samples else [-1] * len(samples)
-    return [
-        ModelInput(tuple(prompt), {name: rows[row] for name, rows in extras.items()}, keys[row])
-        for row, prompt in enumerate(samples.ragged("prompt_ids").to_lists())
-    ]
+    made: list[ModelInput] = []
+    for row, (prompt, images) in enumerate(
+        zip(samples.ragged("prompt_ids").to_lists(), prompt_images(samples), strict=True)
+    ):
+        if images is None:
+            made.append(ModelInput(tuple(prompt), {name: rows[row] for name, rows in extras.items()}, keys[row]))
+        else:
+            key = prompt_digest(prompt, {}, of_images=images.key) if keys[row] < 0 else keys[row]
+            made.append(ModelInput(tuple(prompt), images.inputs, key))
+    return made
 
 
 def prompt_keys(samples: Samples) -> Tensor:

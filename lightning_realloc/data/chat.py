@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from lightning_realloc.data.images.image_files import expanded, shown_images, template_part
 from lightning_realloc.errors import ConfigError, DataError
 from lightning_realloc.remote_path import expand_home, is_path, require_files
 
@@ -80,18 +81,24 @@ def is_conversation(value: object) -> TypeGuard[list[Message]]:
     return isinstance(value, list) and len(value) > 0 and all(map(_is_message, value))
 
 
-def readable_values(values: Mapping[str, Any], message_columns: Collection[str], place: str) -> dict[str, Any]:
-    """Return the columns of a row, with text as the content of the messages in ``message_columns``.
+def readable_values(
+    values: Mapping[str, Any], message_columns: Collection[str], place: str, *, read: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return the columns of a row, with text, or shown images, as the content of the messages in ``message_columns``.
+
+    Args:
+        read: Columns of images that the model reads.
 
     Raises:
-        DataError: for images, videos and sounds, in messages or in columns of their own; they would be left out.
+        DataError: for other images, videos and sounds, in messages or in columns; they would be left out.
     """
-    for name in sorted(_MEDIA_COLUMNS & values.keys()):
+    for name in sorted(_MEDIA_COLUMNS & values.keys() - set(read)):
         if _holds_media(values[name]):
             raise DataError(
-                f"{place}: column {name!r} holds {_described(values[name])}, and models here read text alone, so they "
-                f"would learn without it; leave such rows out with bad_rows='drop', or rename the column if only "
-                f"reward functions or a tabulate() of your own read it"
+                f"{place}: column {name!r} holds {_described(values[name])}, and the model reads "
+                f"{'text and images' if read else 'text'} alone, so it would learn without it; leave such rows out "
+                f"with bad_rows='drop', rename the column if only reward functions or a tabulate() of your own read it, "
+                f"or, for a model of images, give tokenizer= its processor"
             )
     return {
         name: plain_messages(value, place) if name in message_columns and is_conversation(value) else value
@@ -100,13 +107,15 @@ def readable_values(values: Mapping[str, Any], message_columns: Collection[str],
 
 
 def plain_messages(messages: Sequence[Message], place: str) -> list[Message]:
-    """Return messages whose content is text. Of content in parts, the texts are joined.
+    """Return messages whose content is text. Of content in parts, the texts are joined, unless images are shown.
 
     The content of a tool, whose role has several names, may be any value, which templates write as JSON.
 
     Raises:
         DataError: for other content, such as an image; the message names ``place``.
     """
+    if shown_images(messages):
+        return list(messages)
     return [
         {**message, "content": _text_of(message, place)} if _is_in_parts(message) else message for message in messages
     ]
@@ -196,7 +205,9 @@ def conversation_text(
             f"{place} is a conversation, and {type(tokenizer).__name__} has no chat template to render it; "
             f"set tokenizer.chat_template or give prompts as text"
         )
+    images = shown_images(messages)
     turns = [_without_nulls(message) for message in plain_messages(messages, place)]
+    turns = [_without_images(message) for message in turns] if images else turns
     try:
         text = tokenizer.apply_chat_template(
             turns,
@@ -210,7 +221,7 @@ def conversation_text(
             f"{place}: the chat template cannot render messages of {[message['role'] for message in turns]} "
             f"({type(error).__name__}: {error}); correct the row, or give the tokenizer another template"
         ) from error
-    return Text(str(text), place, add_bos=False)
+    return Text(expanded(str(text), images, place), place, add_bos=False)
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text]) -> list[list[int]]:
@@ -296,7 +307,7 @@ def _is_in_parts(message: Message) -> bool:
 
 def _text_of(message: Message, place: str) -> str:
     parts = message["content"] if isinstance(message["content"], list) else [message["content"]]
-    unreadable = sorted({_kind(part) for part in parts if not _is_text_part(part)})
+    unreadable = sorted({_kind(part) for part in parts if not is_text_part(part)})
     if unreadable:
         raise DataError(
             f"{place}: the content of a message must be text, or a list of parts like "
@@ -306,17 +317,19 @@ def _text_of(message: Message, place: str) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def _is_text_part(part: object) -> bool:
-    return isinstance(part, Mapping) and _part_type(part) in _TEXT_PARTS and isinstance(part.get("text"), str)
+def is_text_part(part: object) -> bool:
+    """Return whether a part of a message is text."""
+    return isinstance(part, Mapping) and part_type(part) in _TEXT_PARTS and isinstance(part.get("text"), str)
 
 
-def _part_type(part: Mapping[str, Any]) -> str | None:
+def part_type(part: Mapping[str, Any]) -> str | None:
+    """Return the type of a part of a message; None for something else."""
     kind = part.get("type")
     return kind if isinstance(kind, str) else None  # of other rows, such as lists, which a set cannot look up
 
 
 def _kind(part: object) -> str:
-    kind = _part_type(part) if isinstance(part, Mapping) else None
+    kind = part_type(part) if isinstance(part, Mapping) else None
     return _described(part) if kind is None or kind in _TEXT_PARTS else repr(kind)
 
 
@@ -330,6 +343,14 @@ def _holds_media(value: object) -> bool:
     if isinstance(value, Mapping):  # tables hold a mapping of nulls where other rows have a file
         return any(held is not None for held in value.values())
     return not isinstance(value, int | float | None)
+
+
+def _without_images(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message in parts, as templates that show images expect all, with ``type`` alone in those of images."""
+    content = message.get("content")
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    return {**message, "content": list(map(template_part, content)) if isinstance(content, list) else content}
 
 
 def _without_nulls(message: Message) -> dict[str, Any]:

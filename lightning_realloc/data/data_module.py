@@ -15,10 +15,12 @@ import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from lightning_realloc.batch.samples import Column, Samples, all_samples
-from lightning_realloc.data.chat import check_template_settings, load_tokenizer, readable_values, template_input
+from lightning_realloc.data.chat import check_template_settings, load_tokenizer, template_input
+from lightning_realloc.data.images.row_images import readable_rows
+from lightning_realloc.data.images.sample_images import ImageProcessor, tokenizer_in
 from lightning_realloc.data.loader import BatchLoader, EvaluationLoader, epoch_batches
 from lightning_realloc.data.row_streams import RowStream
 from lightning_realloc.data.rows import (
@@ -64,7 +66,7 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
         batch_size: Rows per iteration, over all ranks together.
         val_data: Held-out rows, read like ``data``.
         val_fraction: Share of ``data`` to hold out, chosen by a hash of the row; an alternative to ``val_data``.
-        tokenizer: A Hugging Face name, folder or tokenizer; by default the LightningModule's.
+        tokenizer: A Hugging Face name, folder, tokenizer or processor; by default the LightningModule's.
         seed: Seed of the row order and of the held-out split. By default the order uses the seed of
             ``seed_everything``, else 0. The split then uses 0, so that runs with different seeds are compared on the
             same rows.
@@ -81,6 +83,8 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
         reads_ahead: For a stream: whether a thread reads the next ``shuffle_buffer`` rows during training.
         chat_template_kwargs: Settings of the chat template by name, such as ``enable_thinking``; a row's column
             ``chat_template_kwargs`` overrides them.
+        processor_kwargs: Settings by name with which the model's processor of images is loaded, such as ``max_pixels``
+            of Qwen2.5-VL. A processor that is given as ``tokenizer`` keeps its own.
     """
 
     names_elsewhere = DATA_HINTS
@@ -99,7 +103,7 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
         batch_size: int,
         val_data: RowSource | None = None,
         val_fraction: float = 0.0,
-        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        tokenizer: PreTrainedTokenizerBase | ProcessorMixin | str | Path | None = None,
         seed: int | None = None,
         shuffle: bool = True,
         drop_last: bool = True,
@@ -109,6 +113,7 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
         shuffle_buffer: int = 1000,
         reads_ahead: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        processor_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if long_rows not in get_args(LongRows):
@@ -147,7 +152,10 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
         self.shuffle_buffer = shuffle_buffer
         self.reads_ahead = reads_ahead
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        self.processor_kwargs = dict(processor_kwargs or {})
         self._tokenizer = tokenizer
+        self._processor: ProcessorMixin | None = None
+        self._image_processor: tuple[PreTrainedTokenizerBase, ImageProcessor | None] | None = None
         self._tables: dict[str, Samples] = {}
         self._train_loader: BatchLoader | StreamLoader | None = None
         self._evaluation_loaders: dict[str, EvaluationLoader] = {}
@@ -268,6 +276,8 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
         """The given tokenizer, or else the LightningModule's."""
         if isinstance(self._tokenizer, str | Path):
             self._tokenizer = load_tokenizer(self._tokenizer)
+        if isinstance(self._tokenizer, ProcessorMixin):
+            self._processor, self._tokenizer = self._tokenizer, tokenizer_in(self._tokenizer)
         found = getattr(self._module(), "tokenizer", None) if self._tokenizer is None else self._tokenizer
         if not isinstance(found, PreTrainedTokenizerBase):
             raise DataError(
@@ -275,6 +285,19 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
                 f"pass tokenizer= with a Hugging Face name, folder or tokenizer"
             )
         return found
+
+    @property
+    def image_processor(self) -> ImageProcessor | None:
+        """The model's processor of images, from where its tokenizer comes from; None for a model of text."""
+        tokenizer = self.tokenizer
+        if self._image_processor is None or self._image_processor[0] is not tokenizer:
+            given = getattr(self._module(), "processor", None) if self._processor is None else self._processor
+            load = ImageProcessor.load
+            found = load(tokenizer.name_or_path, self.processor_kwargs) if given is None else ImageProcessor(given)
+            if found is not None and tokenizer.chat_template is None:
+                tokenizer.chat_template = found.chat_template
+            self._image_processor = tokenizer, found
+        return self._image_processor[1]
 
     def model_context(self) -> int | None:
         """Return the smallest context length of the LightningModule's models, in positions; None if unknown."""
@@ -338,11 +361,18 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
 
     # ---- inside
     def _shaped(self, rows: Sequence[Row]) -> tuple[Row, ...]:
-        """Return the rows as :meth:`tabulate` expects them, with text as the content of messages."""
+        """Return the rows as :meth:`tabulate` expects them, with text or images as the content of messages."""
 
         def shape(some: tuple[Row, ...]) -> tuple[Row, ...]:
-            values = [readable_values(row.values, self.message_columns, row.place) for row in some]
-            return self.shaped(tuple(Row(row.place, own) for row, own in zip(some, values, strict=True)))
+            return self.shaped(
+                readable_rows(
+                    some,
+                    self.message_columns,
+                    lambda: self.image_processor,
+                    always=is_stream(self.data),
+                    folder=Path(self.data).parent if isinstance(self.data, str | Path) else None,
+                )
+            )
 
         return self._without_bad_rows(tuple(rows), shape, lambda parts: tuple(chain.from_iterable(parts)))
 

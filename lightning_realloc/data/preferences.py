@@ -15,6 +15,7 @@ from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.data.assistant_spans import ResponseText, TokensOfRow, encoded, response_text
 from lightning_realloc.data.chat import is_conversation
 from lightning_realloc.data.data_module import TokenLimit, make_samples
+from lightning_realloc.data.images.row_images import check_whole_images
 from lightning_realloc.data.responses import ResponseDataModule, cut
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
@@ -69,7 +70,10 @@ class PreferenceDataModule(ResponseDataModule):
             chosen, rejected = _with_one_prompt(*pair)
             if self.fits(row, len(chosen[0]) + max(len(chosen[1]), len(rejected[1])), limit):
                 kept.append(row)
-                tokens += _cut_pair(row, chosen, rejected, limit)
+                both = _cut_pair(row, chosen, rejected, limit)
+                for prompt, response, _ in both:
+                    check_whole_images(row, prompt + response)
+                tokens += both
         if not kept:
             return make_samples({}, 0, "pair")
         prompts, responses, learnt = zip(*tokens, strict=True)

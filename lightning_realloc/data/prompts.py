@@ -18,6 +18,7 @@ from lightning_realloc.data.chat import (
     prompt_token_ids,
 )
 from lightning_realloc.data.data_module import LongRows, RowDataModule, make_samples
+from lightning_realloc.data.images.row_images import check_whole_images
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError, require_choice
 
@@ -144,6 +145,7 @@ class PromptDataModule(RowDataModule):
             if self.fitted(row, len(ids), limit, "shorten it, or set long_prompts to 'truncate' or 'drop'"):
                 kept.append(row)
                 prompts.append(ids if limit is None else ids[-limit.tokens :])
+                check_whole_images(row, prompts[-1])
         if not kept:
             return make_samples({}, 0, "prompt")
         data = self.data_of(kept)

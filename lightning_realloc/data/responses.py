@@ -11,6 +11,7 @@ from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.data.assistant_spans import TokensOfRow
 from lightning_realloc.data.data_module import RowDataModule, TokenLimit, make_samples
+from lightning_realloc.data.images.row_images import check_whole_images
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.data.sources import is_stream
 from lightning_realloc.errors import DataError
@@ -60,6 +61,8 @@ class ResponseDataModule(RowDataModule):
             return make_samples({}, 0, "row")
         prompts = [tokens[place][0] for place in kept]
         responses = [cut(rows[place].place, *tokens[place][:2], limit) for place in kept]
+        for place, prompt, response in zip(kept, prompts, responses, strict=True):
+            check_whole_images(rows[place], prompt + response)
         learnt = [tokens[place][2][: len(response)] for place, response in zip(kept, responses, strict=True)]
         made: dict[str, Column] = {} if labels is None else {"label": torch.tensor([labels[place] for place in kept])}
         made |= self.mask_columns(learnt)

@@ -14,6 +14,7 @@ from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.data.chat import Text, prompt_text, prompt_token_ids, response_start
 from lightning_realloc.data.data_module import make_samples
+from lightning_realloc.data.images.row_images import check_whole_images
 from lightning_realloc.data.responses import ResponseDataModule, cut
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
@@ -75,6 +76,7 @@ class StepDataModule(ResponseDataModule):
                 prompts.append(prompt)
                 length = len(cut(row.place, prompt, response.ids, limit))
                 steps.append(_up_to_last_step_end(row, response.first_tokens(length)))
+                check_whole_images(row, prompt + steps[-1].ids)
         if not kept:
             return make_samples({}, 0, "row")
         tokens = {

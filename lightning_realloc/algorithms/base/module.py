@@ -16,7 +16,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
-from transformers import PreTrainedTokenizerBase, TrainerState
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerState
 
 from lightning_realloc.algorithms.base.adapters import (
     AdapterSource,
@@ -44,6 +44,7 @@ from lightning_realloc.callbacks.progress.call_progress import CallProgress
 from lightning_realloc.callbacks.run_log import RunLog
 from lightning_realloc.data.chat import load_tokenizer
 from lightning_realloc.data.data_module import RowDataModule
+from lightning_realloc.data.images.sample_images import tokenizer_in
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.generation.core.capabilities import EngineName
@@ -79,7 +80,7 @@ class ModuleSettings(TypedDict, total=False):
     liger_kernels: bool
     seed: int | None
     generation: GenerationOptions | None
-    tokenizer: PreTrainedTokenizerBase | str | Path | None
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin | str | Path | None
 
 
 class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
@@ -111,7 +112,7 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
         liger_kernels: Use Liger's kernels; needs CUDA and the package liger-kernel.
         seed: Seed of random weights, sampling, dropout and mini-batch order; None: that of ``seed_everything``, else 0.
         generation: Further options of generation: bounds of its memory, samples that move between ranks, a budget.
-        tokenizer: Tokenizer, its name or folder; None: that of the first language model.
+        tokenizer: Tokenizer or processor, its name or folder; None: that of the first language model.
     """
 
     names_elsewhere = HintTable(
@@ -151,7 +152,7 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
         liger_kernels: bool = False,
         seed: int | None = None,
         generation: GenerationOptions | None = None,
-        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        tokenizer: PreTrainedTokenizerBase | ProcessorMixin | str | Path | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -303,7 +304,11 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
         return self._tokenizer
 
     @tokenizer.setter
-    def tokenizer(self, tokenizer: PreTrainedTokenizerBase | str | Path | None) -> None:
+    def tokenizer(self, tokenizer: PreTrainedTokenizerBase | ProcessorMixin | str | Path | None) -> None:
+        self.processor = tokenizer if isinstance(tokenizer, ProcessorMixin) else None
+        """Processor that was given in place of a tokenizer, for models of images."""
+        if isinstance(tokenizer, ProcessorMixin):
+            tokenizer = tokenizer_in(tokenizer)
         self._tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
 
     # ---- Lightning's hooks

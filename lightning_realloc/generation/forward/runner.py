@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_realloc.batch.model_input import joined_inputs
 from lightning_realloc.generation.cache.kv_cache import KVCache, LayerShape, Places
 from lightning_realloc.generation.cache.page_table import PageTables
 from lightning_realloc.generation.cache.paged_cache import PagedCache, PageSizes
@@ -158,11 +158,8 @@ class ModelRunner(StepExecutor):
 
     def _extras(self, prefills: Sequence[PrefillChunk]) -> dict[str, Tensor]:
         """Return the model's further inputs, those of all prompts concatenated."""
-        parts: defaultdict[str, list[Tensor]] = defaultdict(list)
-        for prefill in prefills:
-            for name, values in prefill.extras.items():
-                parts[name].append(values.to(self._device))
-        return present_inputs(self._model, {name: torch.cat(values) for name, values in parts.items()})
+        joined = joined_inputs(prefill.extras for prefill in prefills)
+        return present_inputs(self._model, {name: values.to(self._device) for name, values in joined.items()})
 
     def may_need(self, length: int) -> None:
         self._longest = max(length, self._longest)

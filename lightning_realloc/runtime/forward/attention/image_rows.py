@@ -30,16 +30,13 @@ def row_positions(model: PreTrainedModel, packed: PackedBatch) -> Tensor:
     rows: list[Tensor] = []
     start = shift = 0
     for length, response, shared in zip(packed.lengths, packed.response_lengths, packed.shared, strict=True):
-        of_prompt = None
-        if not shared:
-            prompt = ids[start : start + length - response]
-            own, left = split_images(model, prompt, left)
-            of_prompt = image_positions(model, prompt, own)
-            shift = shift_after(of_prompt)
-        row = (torch.arange(shared, shared + length) + shift).repeat(3, 1)
-        if of_prompt is not None:
-            row[:, : of_prompt.shape[1]] = of_prompt
-        rows.append(row)
+        placed = None
+        if not shared:  # a conversation may show images after its first answer, too
+            sequence = ids[start : start + length]
+            own, left = split_images(model, sequence, left)
+            placed = image_positions(model, sequence, own)
+            shift = shift_after(None if placed is None else placed[:, : length - response])
+        rows.append((torch.arange(shared, shared + length) + shift).repeat(3, 1) if placed is None else placed)
         start += length
     return torch.cat(rows, 1)[:, None].to(packed.input_ids.device, non_blocking=True)
 

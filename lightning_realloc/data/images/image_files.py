@@ -1,0 +1,305 @@
+"""One image of a row: where it is, what its header says, and its pixels when they are needed."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+from urllib.parse import unquote, urlsplit
+
+from lightning_realloc.errors import DataError
+from lightning_realloc.remote_path import expand_home
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_PIXELS = 89_478_485
+"""Pixels of the largest image, as Pillow's own limit: a gibibyte of 24-bit pixels would take a quarter of it."""
+_ROTATED = frozenset({5, 6, 7, 8})
+"""Values of the EXIF tag for orientation with which height and width are exchanged."""
+_ORIENTATION = 0x0112
+_MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV"})
+"""Modes of Pillow with eight bits or fewer for a channel, which become RGB."""
+_ENDS = {"JPEG": (b"\xff\xd9", 1 << 16), "PNG": (b"IEND", 16)}
+"""Format -> what the last bytes of a whole file hold, and how many bytes those are."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFile:
+    """An image that stays where it is until it is opened.
+
+    Example:
+        >>> from PIL import Image
+        >>> ImageFile.read(Image.new("L", (30, 20)), "row 0").open().size
+        (30, 20)
+    """
+
+    source: Any
+    """A path, encoded bytes, a function that returns such bytes, or an image of Pillow."""
+    place: str
+    """Row of the data, for error messages."""
+    width: int
+    """In pixels, after the rotation that the file asks for."""
+    height: int
+    key: int = field(repr=False)
+    """64 bits that tell images apart: a hash of bytes or pixels; of a path, of its name and size."""
+
+    @classmethod
+    def read(cls, value: object, place: str, *, folder: Path | None = None) -> ImageFile:
+        """Return the image that a column or a part of a message names. Of files, only the header is read.
+
+        Args:
+            value: A path, a ``data:`` address, bytes, an image of Pillow, or a mapping with ``bytes`` or ``path``, as
+                `datasets` has undecoded images.
+            place: Location of the row, for error messages.
+            folder: Folder of relative paths that do not exist in the working directory.
+
+        Raises:
+            DataError: for a value that is no image, a file that is missing, damaged or cut off, and images with more
+                than ``MAX_PIXELS``, several frames, or more than eight bits for a channel.
+        """
+        source, key = _located(value, place, folder)
+        image = source if _is_image(source) else _opened(source, place)
+        _check_header(image, source, place)
+        width, height = image.size
+        if _is_turned(image, source, place):
+            width, height = height, width
+        if not _is_image(source):
+            _check_end(source, image.format, place)
+        return cls(source, place, width, height, _key(source) if key is None else key)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height."""
+        return self.width, self.height
+
+    def open(self) -> Image:
+        """Return the image in RGB, upright, as transformers and TRL read it: without transparency.
+
+        Raises:
+            DataError: for pixels that cannot be decoded, or a file that is not the one that was checked.
+        """
+        from PIL import ImageOps
+
+        image = self.source if _is_image(self.source) else _opened(self.source, self.place)
+        try:
+            upright: Image = ImageOps.exif_transpose(image).convert("RGB")
+        except Exception as error:  # damaged files raise errors of any class
+            raise _damaged(self.source, self.place, error) from error
+        if upright.size != self.size:
+            raise DataError(
+                f"{self.place}: {_name(self.source)} has {upright.width} x {upright.height} pixels, and had "
+                f"{self.width} x {self.height} when the data was read; leave images as they are during a run"
+            )
+        return upright
+
+    def __str__(self) -> str:
+        """Return the same text on every rank: of bytes, size and key."""
+        name = self.source if isinstance(self.source, Path) else f"image {self.key:016x}"
+        return f"<{name}, {self.width} x {self.height}>"
+
+
+# ---- places
+def _located(value: object, place: str, folder: Path | None) -> tuple[Any, int | None]:
+    """Return where an image is, and its key if that does not depend on its bytes."""
+    if isinstance(value, Mapping):
+        value = _in_mapping(value, place)
+    if isinstance(value, str):
+        value = _addressed(value, place)
+    if isinstance(value, Path):
+        path = _existing(value, place, folder)
+        return path, _digest(f"{path} {os.path.getsize(path)}".encode())
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value), None
+    if _is_image(value) or callable(value):
+        return value, None
+    raise DataError(
+        f"{place}: an image is a path, bytes, an image of Pillow or a mapping with 'bytes' or 'path'; got a "
+        f"{type(value).__name__}"
+    )
+
+
+def _in_mapping(value: Mapping[str, Any], place: str) -> object:
+    """Return the bytes or the path of an undecoded image of ``datasets``, or the address of OpenAI's form."""
+    for name in ("bytes", "path", "url", "base64"):
+        if value.get(name) is not None:
+            found = value[name]
+            return f"data:;base64,{found}" if name == "base64" else found
+    raise DataError(
+        f"{place}: an image that is a mapping needs 'bytes' or 'path'; it has {', '.join(map(str, value)) or 'nothing'}"
+    )
+
+
+def _addressed(value: str, place: str) -> Path | bytes:
+    kind = urlsplit(value).scheme if ":" in value[:10] else ""
+    if kind == "data":
+        try:
+            return base64.b64decode(value.partition(",")[2], validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise DataError(f"{place}: the image's data: address is not base64: {error}") from error
+    if kind in ("http", "https"):
+        raise DataError(
+            f"{place}: the image {value[:80]} is on the web, and every rank would load it; download images before the "
+            f"run, and name their files"
+        )
+    return expand_home(Path(unquote(urlsplit(value).path) if kind == "file" else value))
+
+
+def _existing(path: Path, place: str, folder: Path | None) -> Path:
+    candidates = [path] if path.is_absolute() or folder is None else [path, folder / path]
+    for candidate in candidates:
+        if os.path.isfile(candidate):
+            return candidate
+    where = " nor in ".join(str(candidate.parent.absolute()) for candidate in candidates)
+    raise DataError(f"{place}: there is no image {path.name!r} in {where}; correct the path, or leave the row out")
+
+
+# ---- content
+def _opened(source: Path | bytes | Callable[[], bytes], place: str) -> Image:
+    """Return an image of which only the header is read. Raises DataError for one that cannot be used."""
+    from PIL import Image, UnidentifiedImageError
+
+    file: Path | BinaryIO = source if isinstance(source, Path) else BytesIO(_bytes_of(source))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image = Image.open(file)
+    except UnidentifiedImageError as error:
+        raise DataError(
+            f"{place}: {_name(source)} is not an image that Pillow reads; correct it, or leave such rows out with "
+            f"bad_rows='drop'"
+        ) from error
+    except Image.DecompressionBombError as error:
+        raise DataError(f"{place}: {_name(source)} is too large: {error}; shrink it") from error
+    except Exception as error:  # damaged files raise errors of any class
+        raise _damaged(source, place, error) from error
+    return image
+
+
+def _check_header(image: Image, source: object, place: str) -> None:
+    if image.width * image.height > MAX_PIXELS:
+        raise DataError(
+            f"{place}: {_name(source)} has {image.width} x {image.height} pixels, and at most {MAX_PIXELS:,} are read; "
+            f"shrink it"
+        )
+    frames = getattr(image, "n_frames", 1)
+    if frames > 1 and image.format != "MPO":  # of a camera: one picture, and previews
+        raise DataError(
+            f"{place}: {_name(source)} is animated and has {frames} frames; give one frame, or each as an image"
+        )
+    if image.mode not in _MODES:
+        raise DataError(
+            f"{place}: {_name(source)} has pixels of more than eight bits (Pillow's mode {image.mode!r}), whose scale "
+            f"is unknown; save it with eight bits for a channel"
+        )
+
+
+def _is_turned(image: Image, source: object, place: str) -> bool:
+    """Return whether a file asks for height and width to be exchanged."""
+    if image.format == "PNG" and "exif" not in image.info:  # Pillow would decode it, to look after the pixels
+        return False
+    try:
+        return image.getexif().get(_ORIENTATION) in _ROTATED
+    except Exception as error:  # damaged files raise errors of any class
+        raise _damaged(source, place, error) from error
+
+
+def _check_end(source: Path | bytes | Callable[[], bytes], kind: str | None, place: str) -> None:
+    """Raise DataError for a file that is cut off, as downloads are, without decoding it."""
+    if kind not in _ENDS:
+        return
+    mark, length = _ENDS[kind]
+    if isinstance(source, Path):
+        with source.open("rb") as file:
+            file.seek(max(0, os.path.getsize(source) - length))
+            last = file.read()
+    else:
+        last = _bytes_of(source)[-length:]
+    if mark not in last:
+        raise DataError(
+            f"{place}: {_name(source)} is cut off: its {kind} data has no end; load it again, or leave such rows out "
+            f"with bad_rows='drop'"
+        )
+
+
+def _damaged(source: object, place: str, error: Exception) -> DataError:
+    return DataError(
+        f"{place}: {_name(source)} is damaged ({type(error).__name__}: {error}); correct it, or leave such rows out "
+        f"with bad_rows='drop'"
+    )
+
+
+def _bytes_of(source: bytes | Callable[[], bytes]) -> bytes:
+    return source() if callable(source) else source
+
+
+def _key(source: Any) -> int:
+    if _is_image(source):
+        return _digest(f"{source.mode} {source.size} ".encode() + source.tobytes())
+    return _digest(_bytes_of(source))
+
+
+def _digest(content: bytes) -> int:
+    return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
+
+
+def _is_image(value: object) -> bool:
+    return hasattr(value, "convert") and hasattr(value, "getexif")
+
+
+def _name(source: object) -> str:
+    return str(source) if isinstance(source, Path) else "its image"
+
+
+# ---- places in text
+@dataclass(frozen=True, slots=True)
+class ShownImage:
+    """An image in a message: the value of ``image`` in a part of type ``image``."""
+
+    file: ImageFile
+    placeholder: str
+    """Text that chat templates write for an image."""
+    expansion: str
+    """Text that takes its place, with a token for each feature that the model has of the image."""
+
+    def __str__(self) -> str:
+        return str(self.file)
+
+    __repr__ = __str__
+
+
+def shown_images(messages: Sequence[Mapping[str, Any]]) -> list[ShownImage]:
+    """Return the images in the parts of messages, in order."""
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    found = (part.get("image") for part in parts if isinstance(part, Mapping))
+    return [image for image in found if isinstance(image, ShownImage)]
+
+
+def template_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a part of a message as chat templates read it, without the image itself."""
+    return {"type": "image"} if isinstance(part.get("image"), ShownImage) else part
+
+
+def expanded(text: str, images: Sequence[ShownImage], place: str) -> str:
+    """Return a rendered conversation with the expansions of images in place of their placeholders.
+
+    Raises:
+        DataError: for other numbers of placeholders than of images.
+    """
+    if not images:
+        return text
+    first, *rest = text.split(images[0].placeholder)
+    if len(rest) != len(images):
+        raise DataError(
+            f"{place}: the rendered conversation has {len(rest)} placeholders {images[0].placeholder!r} and "
+            f"{len(images)} images; leave placeholders to the chat template, and write none in texts"
+        )
+    return first + "".join(image.expansion + after for image, after in zip(images, rest, strict=True))

@@ -1,0 +1,220 @@
+"""Find the images of a row, in columns and in the parts of messages, and give each its place in a message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_realloc.batch.samples import IMAGES
+from lightning_realloc.data.chat import Message, is_conversation, is_text_part, part_type, readable_values
+from lightning_realloc.data.images.image_files import ImageFile, ShownImage
+from lightning_realloc.data.images.sample_images import ImageProcessor, SampleImages
+from lightning_realloc.data.rows import Row
+from lightning_realloc.errors import DataError
+
+IMAGE_COLUMNS = ("image", "images")
+"""Columns with the images of a row; TRL has the same."""
+_IMAGE_PARTS = frozenset({"image", "image_url", "input_image"})
+"""Types of the parts of a message that are images, as Hugging Face and OpenAI name them."""
+_CONTINUING = ("completion", "chosen", "rejected")
+"""Columns whose messages continue those of ``prompt``, each on its own."""
+
+
+def readable_rows(
+    rows: Sequence[Row],
+    message_columns: Collection[str],
+    processor: Callable[[], ImageProcessor | None],
+    *,
+    always: bool = False,
+    folder: Path | None = None,
+) -> tuple[Row, ...]:
+    """Return rows with text as the content of messages, or with their images as by :func:`with_images`.
+
+    Args:
+        processor: Returns the model's processor of images; None for a model of text. Called for rows with images.
+        always: Whether to ask for it also if no row has images, so that later rows may have some.
+    """
+    shows = [has_images(row.values, message_columns) for row in rows]
+    reads = processor() if any(shows) or always else None
+    made: list[Row] = []
+    for row, is_shown in zip(rows, shows, strict=True):
+        values: Mapping[str, Any] = row.values
+        if reads is not None:
+            values = {**values, IMAGES: SampleImages((), reads)}
+        if reads is not None and is_shown:
+            values = with_images(row.values, message_columns, row.place, reads, folder=folder)
+        read = () if reads is None else IMAGE_COLUMNS
+        made.append(Row(row.place, readable_values(values, message_columns, row.place, read=read)))
+    return tuple(made)
+
+
+def has_images(values: Mapping[str, Any], message_columns: Collection[str]) -> bool:
+    """Return whether a row holds images."""
+    if any(_listed(values.get(name)) for name in IMAGE_COLUMNS):
+        return True
+    conversations = (values[name] for name in message_columns if is_conversation(values.get(name)))
+    return any(_is_image_part(part) for messages in conversations for _, part in _parts(messages))
+
+
+def with_images(
+    values: Mapping[str, Any],
+    message_columns: Collection[str],
+    place: str,
+    processor: ImageProcessor,
+    *,
+    folder: Path | None = None,
+) -> dict[str, Any]:
+    """Return the columns of a row, with its images in the column ``images`` and in its messages.
+
+    Images of columns take the places of image parts without one, in order. If messages have no such parts, images come
+    before the text of the first message of the user, as in TRL. A prompt that is text becomes a message for that.
+
+    Args:
+        message_columns: Columns that may hold messages.
+        place: Location of the row, for error messages.
+        folder: Folder of relative paths.
+
+    Raises:
+        DataError: for images that cannot be used, and for other numbers of images than of parts.
+    """
+    both = [name for name in IMAGE_COLUMNS if _listed(values.get(name))]
+    if len(both) > 1:
+        raise DataError(f"{place} has images in both columns, {' and '.join(both)}; give one of them")
+    listed = [value for name in both for value in _listed(values[name])]
+    opening = next((name for name in ("prompt", *message_columns) if name in values and name in message_columns), None)
+    shown = dict(values)
+    repeats = any(is_conversation(shown.get(name)) and shown[name][0]["role"] != "assistant" for name in _CONTINUING)
+    if opening is not None and listed and isinstance(shown[opening], str) and not repeats:
+        shown[opening] = [{"role": "user", "content": shown[opening]}]
+    given = {name: shown[name] for name in message_columns if is_conversation(shown.get(name))}
+    if listed and not any(map(_places, given.values())):
+        for name in given if opening not in given or opening in _CONTINUING else (opening,):
+            given[name] = _opened_by(len(listed), given[name], place)
+    places = {name: _places(messages) for name, messages in given.items()}
+    of_prompt = places.get("prompt", [])
+    files: list[ImageFile] | None = None
+    for name, own in places.items():
+        if name == "prompt" and any(other in given for other in _CONTINUING):
+            continue
+        whole = of_prompt + own if name in _CONTINUING else own
+        found = _files(whole, listed, place, folder)
+        if files is not None and found != files:
+            raise DataError(f"{place}: chosen and rejected show other images; both need the same ones")
+        files = found
+    if files is None:  # no messages: text of which no part shows an image
+        raise DataError(
+            f"{place} has images, and no message that shows them; give the text as messages with roles and contents"
+        )
+    return {**shown, **_with_parts(given, places, files, processor, place), IMAGES: SampleImages(files, processor)}
+
+
+def check_whole_images(row: Row, ids: Sequence[int]) -> None:
+    """Raise DataError if the tokens of a row do not show its images whole, such as after a cut."""
+    images = row.values.get(IMAGES)
+    if not isinstance(images, SampleImages):
+        return
+    expected, found = images.placeholders.num_tokens if images else 0, list(ids).count(images.processor.token_id)
+    if found != expected:
+        raise DataError(
+            f"{row.place}: its tokens show {found} of {expected} parts of its {len(images)} images; rows with images "
+            f"are not cut to fewer tokens, so drop long rows, and messages after the last answer are not read"
+        )
+
+
+# ---- parts of messages
+def _parts(messages: Sequence[Message]) -> Iterator[tuple[Message, Any]]:
+    for message in messages:
+        if isinstance(message.get("content"), list):
+            yield from ((message, part) for part in message["content"])
+
+
+def _is_image_part(part: object) -> bool:
+    return isinstance(part, Mapping) and part_type(part) in _IMAGE_PARTS
+
+
+def _places(messages: Sequence[Message]) -> list[Any]:
+    """Return what each image part of messages names: an image, or None for one of the columns."""
+    return [_named(part) for _, part in _parts(messages) if _is_image_part(part)]
+
+
+def _named(part: Mapping[str, Any]) -> Any:
+    for name in ("image", "image_url", "path", "url", "base64"):
+        if part.get(name) is not None:
+            return {"base64": part[name]} if name == "base64" else part[name]
+    return None
+
+
+def _listed(value: object) -> list[Any]:
+    """Return the images of a column: of one, of several, or of none."""
+    if isinstance(value, Mapping):  # tables hold a mapping of nulls where other rows have a file
+        return [value] if any(held is not None for held in value.values()) else []
+    return list(value) if isinstance(value, list | tuple) else [] if value is None or value == "" else [value]
+
+
+def _opened_by(count: int, messages: list[Message], place: str) -> list[Message]:
+    """Return messages with parts for images before the text of the first message of the user."""
+    first = next((turn for turn, message in enumerate(messages) if message["role"] == "user"), None)
+    if first is None:
+        raise DataError(f"{place} has images, and no message of the user that could show them; add one")
+    content = messages[first]["content"]
+    texts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    opened = {**messages[first], "content": [*({"type": "image"} for _ in range(count)), *texts]}
+    return [*messages[:first], opened, *messages[first + 1 :]]
+
+
+def _files(named: Sequence[Any], listed: Sequence[Any], place: str, folder: Path | None) -> list[ImageFile]:
+    """Return the images that parts show, those without a name in the order of the column."""
+    num_open = sum(value is None for value in named)
+    if num_open != len(listed):
+        raise DataError(
+            f"{place}: its messages have {num_open} parts of type 'image' without an image, and its column has "
+            f"{len(listed)} images; write a part for each, or none at all to show them before the first text"
+        )
+    left = iter(listed)
+    return [ImageFile.read(next(left) if value is None else value, place, folder=folder) for value in named]
+
+
+def _with_parts(
+    given: Mapping[str, list[Message]],
+    places: Mapping[str, list[Any]],
+    files: Sequence[ImageFile],
+    processor: ImageProcessor,
+    place: str,
+) -> dict[str, list[Message]]:
+    """Return messages whose parts hold images and the text that stands for them."""
+    try:
+        expansions = SampleImages(files, processor).placeholders.texts
+    except Exception as error:  # processors raise errors of any class
+        sizes = ", ".join(f"{file.width} x {file.height}" for file in files)
+        raise DataError(f"{place}: the model's processor refuses images of {sizes} pixels: {error}") from error
+    all_shown = [
+        ShownImage(*each) for each in zip(files, [processor.placeholder] * len(files), expansions, strict=True)
+    ]
+    made: dict[str, list[Message]] = {}
+    for name, messages in given.items():
+        begin = len(places.get("prompt", [])) if name in _CONTINUING else 0
+        shown = iter(all_shown[begin : begin + len(places[name])])
+        made[name] = [_shown_message(message, shown, place) for message in messages]
+    return made
+
+
+def _shown_message(message: Message, shown: Iterator[ShownImage], place: str) -> Message:
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": [{"type": "text", "text": content}]}
+    if not isinstance(content, list):
+        return message
+    parts: list[Mapping[str, Any]] = []
+    for part in content:
+        if _is_image_part(part):
+            parts.append({"type": "image", "image": next(shown)})
+        elif is_text_part(part):
+            parts.append({"type": "text", "text": part["text"]})
+        else:
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise DataError(
+                f"{place}: a message of role {message['role']!r} holds {kind!r} beside images; its parts are texts and "
+                f"images"
+            )
+    return {**message, "content": parts}

@@ -1,0 +1,224 @@
+"""The images of a sample, and a model's processor, which makes placeholders in the text and pixel values of them."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast, overload
+
+from torch import Tensor
+from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
+
+from lightning_realloc.batch.samples import PromptImages
+from lightning_realloc.data.chat import describe_load_error
+from lightning_realloc.data.images.image_files import ImageFile
+from lightning_realloc.errors import DataError
+from lightning_realloc.remote_path import expand_home
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+CACHED_BYTES = 1 << 28
+"""Bytes of pixel values that a process keeps, for the next pass over the same samples."""
+_SIZES_REMEMBERED = 4096
+"""Combinations of image sizes whose placeholders are remembered."""
+_OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"})
+"""Outputs of a processor that are about its text."""
+_PIXELS = "pixel_"
+"""Beginning of the names of outputs that depend on what an image shows; others follow from its size."""
+_NESTED = ("Idefics3", "SmolVLM")
+"""Classes of processors, by the beginning of their names, whose pixels have a dim of samples before that of images."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placeholders:
+    """What a processor makes of images of some sizes, whatever they show."""
+
+    texts: tuple[str, ...]
+    """Text that takes the place of each image's placeholder."""
+    inputs: Mapping[str, Tensor]
+    """Further inputs of the model besides pixels, such as the grid of an image's patches."""
+    names: tuple[str, ...]
+    """Names of all further inputs."""
+    num_tokens: int
+    """Number of `ImageProcessor.token_id` in the texts."""
+
+
+class ImageProcessor:
+    """A processor of transformers, for the images of one sample at a time. Threads may share it.
+
+    Args:
+        processor: For example, what `AutoProcessor.from_pretrained` returns for a vision-language model.
+
+    Raises:
+        DataError: for a processor without images.
+    """
+
+    def __init__(self, processor: ProcessorMixin) -> None:
+        placeholder = getattr(processor, "image_token", None)
+        if not isinstance(placeholder, str) or not hasattr(processor, "image_processor"):
+            raise DataError(f"{type(processor).__name__} reads no images; give the processor of a model that does")
+        self.placeholder = placeholder
+        self._processor = cast("Any", processor)
+        self.token_id: int = self._processor.image_token_id
+        """A token that every image has some of."""
+        self.chat_template = getattr(processor, "chat_template", None)
+        self._is_nested = type(processor).__name__.startswith(_NESTED)
+        self._cache: OrderedDict[int, Mapping[str, Tensor]] = OrderedDict()
+        self._lock = threading.Lock()
+        self.placeholders = lru_cache(_SIZES_REMEMBERED)(self._placeholders)
+
+    @classmethod
+    def load(cls, source: str | Path, settings: Mapping[str, Any]) -> ImageProcessor | None:
+        """Return the processor of a Hugging Face name or folder; None if there is only a tokenizer, or no such place.
+
+        Raises:
+            DataError: if it cannot be loaded.
+        """
+        if not str(source):
+            return None
+        try:
+            processor = AutoProcessor.from_pretrained(expand_home(source), **settings)
+        except Exception as error:  # damaged files raise errors of any class
+            raise DataError(
+                f"no processor of images could be loaded from {str(source)!r} ({describe_load_error(source, error)}); "
+                f"give tokenizer= a processor, or a folder with the files of one"
+            ) from error
+        return cls(processor) if hasattr(processor, "image_processor") else None
+
+    def inputs(self, images: SampleImages) -> Mapping[str, Tensor]:
+        """Return the further inputs (rows, ...) of a model for a sample's images, from the cache if they are there."""
+        with self._lock:
+            found = self._cache.get(images.key)
+            if found is not None:
+                self._cache.move_to_end(images.key)
+                return found
+        made = self._processed(list(images), images.files[0].place)
+        with self._lock:
+            self._cache[images.key] = made
+            while len(self._cache) > 1 and sum(map(_num_bytes, self._cache.values())) > CACHED_BYTES:
+                self._cache.popitem(last=False)
+        return made
+
+    def _placeholders(self, sizes: tuple[tuple[int, int], ...]) -> Placeholders:
+        """Return what the processor makes of images of these widths and heights.
+
+        Raises:
+            ValueError, or another error of the processor: for sizes that it refuses.
+        """
+        from PIL import Image
+
+        blanks = [Image.new("RGB", size) for size in sizes]
+        made = self._called(blanks, return_text_replacement_offsets=True)
+        replaced = made["text_replacement_offsets"][0]
+        inputs = self._inputs_in(made)
+        return Placeholders(
+            texts=tuple(part["replacement"] for part in replaced),
+            inputs={name: values for name, values in inputs.items() if not name.startswith(_PIXELS)},
+            names=tuple(inputs),
+            num_tokens=int((made["input_ids"] == self.token_id).sum()),
+        )
+
+    def _processed(self, images: Sequence[Image], place: str) -> Mapping[str, Tensor]:
+        try:
+            return self._inputs_in(self._called(images))
+        except DataError:
+            raise
+        except Exception as error:  # processors raise errors of any class
+            raise DataError(f"{place}: {type(self._processor).__name__} cannot read its images: {error}") from error
+
+    def _called(self, images: Sequence[Image], **settings: Any) -> Mapping[str, Any]:
+        text = self.placeholder * len(images)
+        made: Mapping[str, Any] = self._processor(images=[list(images)], text=[text], return_tensors="pt", **settings)
+        return made
+
+    def _inputs_in(self, made: Mapping[str, Any]) -> dict[str, Tensor]:
+        inputs = {name: values for name, values in made.items() if name not in _OF_TEXT}
+        if self._is_nested:
+            inputs = {name: values[0].unsqueeze(1) for name, values in inputs.items()}
+        return inputs
+
+
+class SampleImages(Sequence["Image"], PromptImages):
+    """The images of a sample: a sequence of images of Pillow, each decoded when it is asked for.
+
+    Reward functions get it as ``images``. Copies of a sample share it, and nothing of it is sent between ranks.
+    """
+
+    def __init__(self, files: Sequence[ImageFile], processor: ImageProcessor) -> None:
+        self.files = tuple(files)
+        self.processor = processor
+        digest = blake2b(b"".join(file.key.to_bytes(8, "little") for file in self.files), digest_size=8).digest()
+        self._key = int.from_bytes(digest, "little")
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    @overload
+    def __getitem__(self, index: int) -> Image: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Image]: ...
+    def __getitem__(self, index: int | slice) -> Image | list[Image]:
+        if isinstance(index, slice):
+            return [file.open() for file in self.files[index]]
+        return self.files[index].open()
+
+    def __repr__(self) -> str:
+        return f"[{', '.join(map(str, self.files))}]"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SampleImages) and self.files == other.files
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def key(self) -> int:
+        """64 bits that tell the images of samples apart."""
+        return self._key
+
+    @property
+    def placeholders(self) -> Placeholders:
+        """What the processor makes of images of these sizes. Raises errors of the processor."""
+        return self.processor.placeholders(tuple(file.size for file in self.files))
+
+    @property
+    def inputs(self) -> Mapping[str, Tensor]:
+        """Further inputs of the model, each (rows, ...) and on the host; pixel values are made when they are read."""
+        return _Inputs(self) if self.files else {}
+
+
+class _Inputs(Mapping[str, Tensor]):
+    """Further inputs of a model, of which those that depend on pixels are made when they are read."""
+
+    def __init__(self, images: SampleImages) -> None:
+        self._images = images
+        self._known = images.placeholders
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._known.names:
+            raise KeyError(name)
+        known = self._known.inputs.get(name)
+        return self._images.processor.inputs(self._images)[name] if known is None else known
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known.names)
+
+    def __len__(self) -> int:
+        return len(self._known.names)
+
+
+def tokenizer_in(processor: ProcessorMixin) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a processor, with its chat template."""
+    tokenizer: PreTrainedTokenizerBase = processor.tokenizer
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = processor.chat_template
+    return tokenizer
+
+
+def _num_bytes(inputs: Mapping[str, Tensor]) -> int:
+    return sum(values.nbytes for values in inputs.values())

@@ -1,0 +1,154 @@
+"""Images are checked by their headers before a run, and every one that cannot be used is named with its row."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lightning_realloc import PromptDataModule
+from lightning_realloc.data.images import image_files
+from lightning_realloc.data.images.image_files import ImageFile
+from lightning_realloc.errors import DataError
+from tests.models import byte_tokenizer
+from tests.vision_processors import tiny_processor
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **settings: Any) -> bytes:
+    stream = BytesIO()
+    image.save(stream, kind, **settings)
+    return stream.getvalue()
+
+
+def noise(width: int = 40, height: int = 30) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def test_an_image_is_upright_and_rgb_as_transformers_loads_it(tmp_path: Path) -> None:
+    from transformers.image_utils import load_image
+
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    noise().save(tmp_path / "turned.jpg", exif=exif)
+    for name, image in {"cmyk.jpg": noise().convert("CMYK"), "alpha.png": noise().convert("RGBA")}.items():
+        image.save(tmp_path / name)
+    noise().convert("P").save(tmp_path / "palette.png")
+
+    for path in tmp_path.iterdir():
+        found = ImageFile.read(str(path), "row 0")
+
+        assert found.size == load_image(str(path)).size
+        assert np.array_equal(np.asarray(found.open()), np.asarray(load_image(str(path)).convert("RGB"))), path.name
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (b"not an image", "row 3: its image is not an image that Pillow reads"),
+        (encoded(noise(), "JPEG")[:-400], "row 3: its image is cut off: its JPEG data has no end"),
+        (encoded(noise())[:-100], "row 3: its image is cut off: its PNG data has no end"),
+        (encoded(noise(), "GIF", save_all=True, append_images=[noise(41)]), "row 3: its image is animated and has 2"),
+        (Image.new("I;16", (4, 4)), r"row 3: its image has pixels of more than eight bits .*'I;16'"),
+        ("missing.png", "row 3: there is no image 'missing.png' in "),
+        ("https://example.org/a.png", "row 3: the image https://example.org/a.png is on the web.*download"),
+        ("data:image/png;base64,!", "row 3: the image's data: address is not base64"),
+        ({"height": 3}, "row 3: an image that is a mapping needs 'bytes' or 'path'; it has height"),
+        (7, "row 3: an image is a path, bytes, an image of Pillow or a mapping.* got a int"),
+    ],
+)
+def test_an_image_that_cannot_be_used_is_named_with_its_row(value: object, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        ImageFile.read(value, "row 3")
+
+
+def test_a_decompression_bomb_is_refused_by_its_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    bomb = encoded(Image.new("1", (20_000, 20_000)))
+    assert len(bomb) < 100_000
+
+    with pytest.raises(DataError, match="row 3: its image is too large"):
+        ImageFile.read(bomb, "row 3")
+    monkeypatch.setattr(image_files, "MAX_PIXELS", 1000)
+    with pytest.raises(DataError, match="row 3: its image has 40 x 30 pixels, and at most 1,000 are read"):
+        ImageFile.read(encoded(noise()), "row 3")
+
+
+def test_damage_inside_a_file_is_named_when_the_image_is_opened() -> None:
+    content = bytearray(encoded(noise(400, 300)))
+    content[60:2000] = bytes(1940)
+    found = ImageFile.read(bytes(content), "row 3")
+
+    with pytest.raises(DataError, match=r"row 3: its image is damaged \("):
+        found.open()
+
+
+def test_a_file_that_changes_during_a_run_is_named(tmp_path: Path) -> None:
+    noise().save(tmp_path / "a.png")
+    found = ImageFile.read(tmp_path / "a.png", "row 3")
+    noise(20).save(tmp_path / "a.png")
+
+    with pytest.raises(DataError, match=r"row 3: .*a.png has 20 x 30 pixels, and had 40 x 30 when the data was read"):
+        found.open()
+
+
+# ---- rows
+def prompts(rows: list[dict[str, Any]], **settings: Any) -> PromptDataModule:
+    module = PromptDataModule(rows, batch_size=1, **{"tokenizer": tiny_processor("llava"), **settings})
+    module.setup()
+    return module
+
+
+def user(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(parts)}]
+
+
+TEXT, SHOWN = {"type": "text", "text": "what?"}, {"type": "image"}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": user(SHOWN, SHOWN, TEXT), "images": [noise()]}, "messages have 2 parts .* column has 1 images"),
+        ({"prompt": user(SHOWN, TEXT), "images": [noise()] * 2}, "messages have 1 parts .* column has 2 images"),
+        ({"prompt": user(SHOWN, TEXT), "images": []}, "messages have 1 parts .* column has 0 images"),
+        (
+            {"prompt": user({"type": "text", "text": "<image>"}), "images": [noise()]},
+            "has 2 placeholders '<image>' and",
+        ),
+        ({"prompt": user(TEXT, {"type": "audio"}), "images": [noise()]}, "role 'user' holds 'audio' beside images"),
+        ({"prompt": [{"role": "system", "content": "a"}], "images": [noise()]}, "no message of the user that could"),
+        ({"prompt": "what?", "images": [noise(0 + 1, 400)]}, None),
+        ({"prompt": "what?", "image": noise(), "images": [noise()]}, "has images in both columns, image and images"),
+    ],
+)
+def test_a_row_whose_images_do_not_fit_its_messages_is_named_or_left_out(
+    row: dict[str, Any], message: str | None
+) -> None:
+    good = {name: noise() if name == "image" else [noise()] for name in row if name != "prompt"} | {"prompt": "what?"}
+    good |= {"image": None} if "image" in row else {}
+    if message is None:
+        assert len(prompts([row]).tables["train"]) == 1
+        return
+    with pytest.raises(DataError, match=f"row 1 of the data set.*{message}"):
+        prompts([good, row])
+
+    with pytest.warns(UserWarning, match="left out 1 of 2 rows"):
+        assert len(prompts([good, row], bad_rows="drop").tables["train"]) == 1
+
+
+def test_images_for_a_model_of_text_are_refused() -> None:
+    with pytest.raises(
+        DataError, match=r"column 'image' holds .* the model reads text alone.* give tokenizer= its pro"
+    ):
+        prompts([{"prompt": "what?", "image": noise()}], tokenizer=byte_tokenizer())
+
+
+def test_prompts_too_long_with_their_images_are_left_out() -> None:
+    rows = [{"prompt": "what?", "images": [noise()]}, {"prompt": "what?", "images": [noise()] * 9}]
+
+    assert len(prompts(rows, max_prompt_tokens=60, long_prompts="drop").tables["train"]) == 1
+    with pytest.raises(DataError, match="row 1 of the data set has 63 tokens, and max_prompt_tokens allows 60"):
+        prompts(rows, max_prompt_tokens=60)
