@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.commands.chat_tools import ChatTools, ToolSettings
 from lightning_realloc.commands.parsing import has_bf16, refuse_gguf
-from lightning_realloc.data.chat import Message, Text, conversation_text, load_tokenizer, prompt_token_ids
+from lightning_realloc.data.chat import Message, Text, conversation_text, prompt_token_ids
+from lightning_realloc.data.tokenizers import load_tokenizer
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams
 from lightning_realloc.generation.core.model_config import eos_ids_of

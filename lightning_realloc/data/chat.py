@@ -6,14 +6,12 @@ import json
 import mimetypes
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeGuard
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from lightning_realloc.data.images.image_files import expanded, shown_images, template_part
-from lightning_realloc.errors import ConfigError, DataError
-from lightning_realloc.remote_path import expand_home, is_path, require_files
+from lightning_realloc.data.shown_images import expanded, shown_images, template_part
+from lightning_realloc.errors import DataError
 
 Message = Mapping[str, Any]
 """One turn of a conversation: ``role``, and ``content`` or ``tool_calls``."""
@@ -41,41 +39,6 @@ class Text:
     continues another one and for rendered templates, which contain them."""
 
 
-def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a Hugging Face name or folder.
-
-    Raises:
-        ConfigError: if no tokenizer can be loaded from there, or it has only special tokens.
-    """
-    try:
-        require_files(expand_home(source))
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(expand_home(source))
-    except Exception as error:  # damaged files raise errors of any class
-        raise ConfigError(
-            f"no tokenizer could be loaded from {str(source)!r} ({describe_load_error(source, error)}); give "
-            f"tokenizer= a Hugging Face name, or a folder with tokenizer.json"
-        ) from error
-    # From a folder without a tokenizer's files, transformers makes an empty one for some families.
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise ConfigError(
-            f"{str(source)!r} has no files of a tokenizer: the {type(tokenizer).__name__} loaded from there knows "
-            f"{len(tokenizer)} tokens, all of them special; give tokenizer= a Hugging Face name, or a folder with "
-            f"tokenizer.json"
-        )
-    return tokenizer
-
-
-def describe_load_error(source: str | Path, error: Exception) -> str:
-    """Return the first line of an error of ``from_pretrained``; for a name on the hub, after what that needs."""
-    reason = (str(error).splitlines() or [""])[0]
-    if not isinstance(error, OSError | ValueError):
-        reason = f"{type(error).__name__}: {reason}"
-    if is_path(source) or type(error) is FileNotFoundError:  # of `require_files`, which names the place
-        return reason
-    hint = "a model of the hub needs a connection (HF_HUB_OFFLINE unset) or a download, and a gated one `hf auth login`"
-    return f"there is no folder {str(source)!r} in {Path.cwd()}; {hint}; and: {reason}"
-
-
 def is_conversation(value: object) -> TypeGuard[list[Message]]:
     """Return whether ``value`` is a non-empty list of messages with ``role``, and ``content`` or ``tool_calls``."""
     return isinstance(value, list) and len(value) > 0 and all(map(_is_message, value))
@@ -97,8 +60,8 @@ def readable_values(
             raise DataError(
                 f"{place}: column {name!r} holds {_described(values[name])}, and the model reads "
                 f"{'text and images' if read else 'text'} alone, so it would learn without it; leave such rows out "
-                f"with bad_rows='drop', rename the column if only reward functions or a tabulate() of your own read it, "
-                f"or, for a model of images, give tokenizer= its processor"
+                f"with bad_rows='drop', or rename the column if only reward functions or a tabulate() of your own read "
+                f"it; for a model of images, give tokenizer= its processor"
             )
     return {
         name: plain_messages(value, place) if name in message_columns and is_conversation(value) else value

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain, islice
+from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any
 
 import lightning as L
 import torch
@@ -17,47 +15,28 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from lightning_realloc.batch.samples import Column, Samples, all_samples
-from lightning_realloc.data.chat import check_template_settings, load_tokenizer, template_input
-from lightning_realloc.data.images.row_images import readable_rows
-from lightning_realloc.data.images.sample_images import ImageProcessor, tokenizer_in
+from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.data.loader import BatchLoader, EvaluationLoader, epoch_batches
-from lightning_realloc.data.row_streams import RowStream
+from lightning_realloc.data.row_tables import BadRows, LongRows, RowTables
 from lightning_realloc.data.rows import (
-    NoUsableRowsError,
     Row,
     RowSource,
     lasting,
-    read_rows,
     split_by_hash,
-    use_good_rows,
 )
 from lightning_realloc.data.sources import is_stream
-from lightning_realloc.data.streams import StreamLoader, stream_epoch_batches
-from lightning_realloc.errors import DataError, require_choice
+from lightning_realloc.data.streams.row_streams import RowStream
+from lightning_realloc.data.streams.stream_loader import StreamLoader, stream_epoch_batches
+from lightning_realloc.errors import DataError
 from lightning_realloc.seeds import seed_of_run
 from lightning_realloc.setting_hints import DATA_HINTS, SuggestsSettings, refuses_unknown
 
 log = logging.getLogger(__name__)
 
-LongRows = Literal["refuse", "truncate", "drop"]
-"""Policy for rows with more tokens than fit."""
-BadRows = Literal["refuse", "drop"]
-"""Policy for rows that cannot be used."""
-Made = TypeVar("Made")
 _USE_WITHOUT_STREAMING = "give the rows without streaming, such as DatasetSource(..., split='train[:1000]')"
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLimit:
-    """Maximum number of tokens of a row, and the setting that it comes from."""
-
-    tokens: int
-    source: str
-    """Name of the setting for error messages, such as ``max_prompt_tokens``."""
-
-
-class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
+class RowDataModule(SuggestsSettings, RowTables, L.LightningDataModule):
     """Global batches of :class:`Samples` from rows; a subclass converts rows to columns.
 
     Args:
@@ -90,8 +69,6 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
     names_elsewhere = DATA_HINTS
     group_size: int = 1
     """Number of adjacent samples made from one row; they are always in one batch."""
-    message_columns: Collection[str] = ("prompt", "completion", "messages", "chosen", "rejected")
-    """Columns that may hold messages for the chat template."""
     _read_for: tuple[object, ...] = ()
     """LightningModule, tokenizer and context for which rows were read."""
 
@@ -115,10 +92,14 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
         chat_template_kwargs: Mapping[str, Any] | None = None,
         processor_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__()
-        if long_rows not in get_args(LongRows):
-            raise DataError(f"the policy for long rows, {long_rows!r}, must be one of {', '.join(get_args(LongRows))}")
-        require_choice("bad_rows", bad_rows, get_args(BadRows), DataError)
+        super().__init__(
+            data,
+            tokenizer=tokenizer,
+            long_rows=long_rows,
+            bad_rows=bad_rows,
+            chat_template_kwargs=chat_template_kwargs,
+            processor_kwargs=processor_kwargs,
+        )
         if not isinstance(batch_size, int) or batch_size < 1:
             raise DataError(
                 f"batch_size={batch_size!r} must be a whole number of at least 1; an iteration takes that many rows"
@@ -138,47 +119,18 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
                     f"{name}={value} needs all rows, which a stream does not have yet; leave it out, or "
                     f"{_USE_WITHOUT_STREAMING}"
                 )
-        check_template_settings(chat_template_kwargs or {}, type(self).__name__)
-        self.data = data
         self.batch_size = batch_size
         self.val_data = val_data
         self.val_fraction = val_fraction
         self._seed = seed
         self.shuffle = shuffle
         self.drop_last = drop_last
-        self.long_rows = long_rows
-        self.bad_rows = bad_rows
         self.bucket_batches = bucket_batches
         self.shuffle_buffer = shuffle_buffer
         self.reads_ahead = reads_ahead
-        self.chat_template_kwargs = dict(chat_template_kwargs or {})
-        self.processor_kwargs = dict(processor_kwargs or {})
-        self._tokenizer = tokenizer
-        self._processor: ProcessorMixin | None = None
-        self._image_processor: tuple[PreTrainedTokenizerBase, ImageProcessor | None] | None = None
         self._tables: dict[str, Samples] = {}
         self._train_loader: BatchLoader | StreamLoader | None = None
         self._evaluation_loaders: dict[str, EvaluationLoader] = {}
-
-    @abstractmethod
-    def split_column(self, rows: Sequence[Row]) -> str:
-        """Return the column whose hash selects the held-out rows."""
-
-    def read(self, source: RowSource) -> tuple[Row, ...]:
-        """Return all rows of a source, held-out rows included."""
-        return self._shaped(read_rows(source))
-
-    def shaped(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-        """Convert rows to the form that :meth:`tabulate` expects; a subclass may accept several forms."""
-        return rows
-
-    @abstractmethod
-    def tabulate(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> Samples:
-        """Return the rows that fit as samples with ids 0, 1, ...; every rank calls it with the same rows.
-
-        Raises:
-            NoUsableRowsError: if none of them fits.
-        """
 
     # ---- Lightning's hooks
     def setup(self, stage: str | None = None) -> None:
@@ -270,121 +222,7 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
         if split in self._evaluation_loaders:
             self._evaluation_loaders[split].table = self._tables[split]
 
-    # ---- for subclasses
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The given tokenizer, or else the LightningModule's."""
-        if isinstance(self._tokenizer, str | Path):
-            self._tokenizer = load_tokenizer(self._tokenizer)
-        if isinstance(self._tokenizer, ProcessorMixin):
-            self._processor, self._tokenizer = self._tokenizer, tokenizer_in(self._tokenizer)
-        found = getattr(self._module(), "tokenizer", None) if self._tokenizer is None else self._tokenizer
-        if not isinstance(found, PreTrainedTokenizerBase):
-            raise DataError(
-                f"{type(self).__name__} has no tokenizer and the LightningModule has none; "
-                f"pass tokenizer= with a Hugging Face name, folder or tokenizer"
-            )
-        return found
-
-    @property
-    def image_processor(self) -> ImageProcessor | None:
-        """The model's processor of images, from where its tokenizer comes from; None for a model of text."""
-        tokenizer = self.tokenizer
-        if self._image_processor is None or self._image_processor[0] is not tokenizer:
-            given = getattr(self._module(), "processor", None) if self._processor is None else self._processor
-            load = ImageProcessor.load
-            found = load(tokenizer.name_or_path, self.processor_kwargs) if given is None else ImageProcessor(given)
-            if found is not None and tokenizer.chat_template is None:
-                tokenizer.chat_template = found.chat_template
-            self._image_processor = tokenizer, found
-        return self._image_processor[1]
-
-    def model_context(self) -> int | None:
-        """Return the smallest context length of the LightningModule's models, in positions; None if unknown."""
-        roles = getattr(self._module(), "roles", None)
-        configs = [role.config() for role in roles()] if callable(roles) else []
-        contexts = [getattr(c.get_text_config(), "max_position_embeddings", None) for c in configs if c is not None]
-        known = [context for context in contexts if isinstance(context, int) and context > 0]
-        return min(known, default=None)
-
-    def token_limit(self, max_tokens: int | None, source: str, *, reserved: int = 0) -> TokenLimit | None:
-        """Return the smaller one of ``max_tokens`` and the models' context; None if neither is known.
-
-        Args:
-            source: Setting that ``max_tokens`` comes from, for error messages.
-            reserved: Positions of the context that stay free.
-        """
-        context = self.model_context()
-        limits: list[TokenLimit] = []
-        if context is not None:
-            limits.append(TokenLimit(context - reserved, f"the models' context of {context} positions"))
-        if max_tokens is not None:
-            limits.append(TokenLimit(max_tokens, source))
-        return min(limits, key=lambda limit: limit.tokens, default=None)
-
-    def data_of(self, rows: Sequence[Row], *, without: Sequence[str] = ()) -> dict[str, tuple[object, ...]]:
-        """Return the columns of the rows as Python objects, for reward functions and logs.
-
-        Args:
-            without: Columns to leave out, because the samples hold them in another form.
-        """
-        return {name: tuple(row.values[name] for row in rows) for name in rows[0].values if name not in without}
-
-    def template_of(self, row: Row) -> dict[str, Any]:
-        """Return the arguments of the chat template besides the row's messages: its tools, and settings by name."""
-        return template_input(row.values, row.place, self.chat_template_kwargs)
-
-    def require(
-        self, rows: Sequence[Row], *columns: str, way_out: str = "rename a column or add the missing ones"
-    ) -> None:
-        """Raise DataError with a ``way_out`` if the rows lack one of the ``columns``."""
-        first = rows[0]
-        missing = [repr(column) for column in columns if column not in first.values]
-        if missing:
-            raise DataError(
-                f"{first.place} has no column{'s' * (len(missing) > 1)} {' and '.join(missing)}, only "
-                f"{sorted(first.values)}; {type(self).__name__} needs {', '.join(columns)}, {way_out}"
-            )
-
-    def fitted(self, row: Row, num_tokens: int, limit: TokenLimit | None, ways_out: str) -> bool:
-        """Return whether the row is kept: it fits, or long rows are truncated.
-
-        Raises:
-            DataError: for a row that does not fit, with ``long_rows='refuse'``.
-        """
-        if limit is None or num_tokens <= limit.tokens or self.long_rows == "truncate":
-            return True
-        if self.long_rows == "drop":
-            log.debug("dropped %s: %d tokens, %s=%d", row.place, num_tokens, limit.source, limit.tokens)
-            return False
-        raise DataError(f"{row.place} has {num_tokens} tokens, and {limit.source} allows {limit.tokens}; {ways_out}")
-
     # ---- inside
-    def _shaped(self, rows: Sequence[Row]) -> tuple[Row, ...]:
-        """Return the rows as :meth:`tabulate` expects them, with text or images as the content of messages."""
-
-        def shape(some: tuple[Row, ...]) -> tuple[Row, ...]:
-            return self.shaped(
-                readable_rows(
-                    some,
-                    self.message_columns,
-                    lambda: self.image_processor,
-                    always=is_stream(self.data),
-                    folder=Path(self.data).parent if isinstance(self.data, str | Path) else None,
-                )
-            )
-
-        return self._without_bad_rows(tuple(rows), shape, lambda parts: tuple(chain.from_iterable(parts)))
-
-    def _tabulated(self, rows: tuple[Row, ...], tokenizer: PreTrainedTokenizerBase) -> Samples:
-        return self._without_bad_rows(rows, lambda some: self.tabulate(some, tokenizer), all_samples)
-
-    def _without_bad_rows(
-        self, rows: tuple[Row, ...], use: Callable[[tuple[Row, ...]], Made], join: Callable[[Sequence[Made]], Made]
-    ) -> Made:
-        """Return ``use(rows)``, without the rows that it refuses if bad rows are to be dropped."""
-        return use(rows) if self.bad_rows == "refuse" else use_good_rows(rows, use, join)
-
     def _read_tables(self) -> None:
         tokenizer = self.tokenizer
         self._tables, self._read_for = {}, ()
@@ -455,7 +293,6 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
         """Return the loader of a stream, after a check of its first rows."""
         stream_epoch_batches(self.trainer)
         tokenizer = self.tokenizer
-
         loader = StreamLoader(
             RowStream.open(self.data),
             lambda block: self._tabulated(self._shaped(block), tokenizer),
@@ -474,12 +311,3 @@ class RowDataModule(SuggestsSettings, L.LightningDataModule, ABC):
 
     def _module(self) -> object:
         return None if self.trainer is None else self.trainer.lightning_module
-
-
-def make_samples(
-    columns: Mapping[str, Column], num_rows: int, item_name: str, data: Mapping[str, tuple[object, ...]] | None = None
-) -> Samples:
-    """Return the columns as samples with ids 0, 1, ...; NoUsableRowsError if there are no rows."""
-    if num_rows == 0:
-        raise NoUsableRowsError(f"no {item_name} is left to use; raise the token limit or give shorter ones")
-    return Samples(torch.arange(num_rows), columns, data or {})

@@ -19,8 +19,8 @@ from lightning_realloc.data.assistant_spans import (
     rendered_responses,
 )
 from lightning_realloc.data.chat import is_conversation
-from lightning_realloc.data.data_module import TokenLimit
 from lightning_realloc.data.responses import ResponseDataModule
+from lightning_realloc.data.row_tables import TokenLimit
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError, require_choice
 

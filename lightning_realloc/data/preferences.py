@@ -14,9 +14,9 @@ from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.data.assistant_spans import ResponseText, TokensOfRow, encoded, response_text
 from lightning_realloc.data.chat import is_conversation
-from lightning_realloc.data.data_module import TokenLimit, make_samples
 from lightning_realloc.data.images.row_images import check_whole_images
 from lightning_realloc.data.responses import ResponseDataModule, cut
+from lightning_realloc.data.row_tables import TokenLimit, make_samples
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
 

@@ -17,8 +17,9 @@ from lightning_realloc.data.chat import (
     prompt_text,
     prompt_token_ids,
 )
-from lightning_realloc.data.data_module import LongRows, RowDataModule, make_samples
+from lightning_realloc.data.data_module import RowDataModule
 from lightning_realloc.data.images.row_images import check_whole_images
+from lightning_realloc.data.row_tables import LongRows, make_samples
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError, require_choice
 

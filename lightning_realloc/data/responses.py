@@ -10,8 +10,9 @@ import torch
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.data.assistant_spans import TokensOfRow
-from lightning_realloc.data.data_module import RowDataModule, TokenLimit, make_samples
+from lightning_realloc.data.data_module import RowDataModule
 from lightning_realloc.data.images.row_images import check_whole_images
+from lightning_realloc.data.row_tables import TokenLimit, make_samples
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.data.sources import is_stream
 from lightning_realloc.errors import DataError

@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.data.chat import Text, prompt_text, prompt_token_ids, response_start
-from lightning_realloc.data.data_module import make_samples
 from lightning_realloc.data.images.row_images import check_whole_images
 from lightning_realloc.data.responses import ResponseDataModule, cut
+from lightning_realloc.data.row_tables import make_samples
 from lightning_realloc.data.rows import Row, RowSource
 from lightning_realloc.errors import DataError
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from lightning_realloc.algorithms.base.adapters import AdapterSource
 from lightning_realloc.algorithms.base.role import Role, Task
 from lightning_realloc.algorithms.rollout.reward_sources import is_further
-from lightning_realloc.data.chat import describe_load_error
+from lightning_realloc.data.tokenizers import describe_load_error
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.remote_path import expand_home, is_path, require_files

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lightning_realloc.algorithms.base.loaded_weights import is_model_source
 from lightning_realloc.algorithms.base.role import Role
-from lightning_realloc.data.chat import load_tokenizer
+from lightning_realloc.data.tokenizers import load_tokenizer
 from lightning_realloc.errors import ConfigError, GenerationError
 from lightning_realloc.generation.speculative.draft_model import describe_draft_model, load_draft_model
 from tests.models import byte_tokenizer, tiny_model

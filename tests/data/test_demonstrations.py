@@ -10,8 +10,8 @@ from datasets import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.batch.samples import Samples
-from lightning_realloc.data.data_module import TokenLimit
 from lightning_realloc.data.demonstrations import SFTDataModule
+from lightning_realloc.data.row_tables import TokenLimit
 from lightning_realloc.data.rows import Row
 from lightning_realloc.errors import DataError
 from tests.data.test_preferences import texts

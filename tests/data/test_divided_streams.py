@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.data.prompts import PromptDataModule
-from lightning_realloc.data.row_streams import MAX_PARTS, RowStream
 from lightning_realloc.data.rows import Row
-from lightning_realloc.data.streams import StreamLoader
+from lightning_realloc.data.streams.row_streams import MAX_PARTS, RowStream
+from lightning_realloc.data.streams.stream_loader import StreamLoader
 from lightning_realloc.errors import CheckpointError, DataError
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.strategies import ReallocStrategy

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_realloc.data.stream_blocks import read_ahead
+from lightning_realloc.data.streams.stream_blocks import read_ahead
 
 
 @pytest.fixture(autouse=True)

@@ -24,10 +24,10 @@ from lightning_realloc.data.feedback import BinaryFeedbackDataModule
 from lightning_realloc.data.loader import BatchLoader
 from lightning_realloc.data.preferences import PreferenceDataModule
 from lightning_realloc.data.prompts import PromptDataModule
-from lightning_realloc.data.row_streams import RowStream
 from lightning_realloc.data.rows import NoUsableRowsError, Row, RowSource
 from lightning_realloc.data.sources import DatasetSource
-from lightning_realloc.data.streams import StreamLoader
+from lightning_realloc.data.streams.row_streams import RowStream
+from lightning_realloc.data.streams.stream_loader import StreamLoader
 from lightning_realloc.errors import CheckpointError, DataError
 from tests.matrices import matrix
 from tests.models import byte_tokenizer, tiny_model

@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from lightning_realloc.algorithms.settings import check_share, check_type
-from lightning_realloc.data.chat import describe_load_error
+from lightning_realloc.data.tokenizers import describe_load_error
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.remote_path import expand_home, require_files
 from lightning_realloc.runtime.model.adapter_layers import (

@@ -42,9 +42,8 @@ from lightning_realloc.batch.samples import Samples
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.callbacks.progress.call_progress import CallProgress
 from lightning_realloc.callbacks.run_log import RunLog
-from lightning_realloc.data.chat import load_tokenizer
 from lightning_realloc.data.data_module import RowDataModule
-from lightning_realloc.data.images.sample_images import tokenizer_in
+from lightning_realloc.data.tokenizers import load_tokenizer, tokenizer_in
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.generation.core.capabilities import EngineName

@@ -54,7 +54,7 @@ from lightning_realloc.algorithms.base.quantization import (
     read_quantization,
     without_heads,
 )
-from lightning_realloc.data.chat import describe_load_error
+from lightning_realloc.data.tokenizers import describe_load_error
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.remote_path import expand_home, require_files
 from lightning_realloc.runtime.model.adapter_layers import adapted_layers, adapter_config, head_names, merge_permanently

@@ -17,11 +17,11 @@ from lightning_realloc.data.chat import (
     as_message,
     conversation_text,
     is_conversation,
-    load_tokenizer,
     partial_answer,
     template_input,
     token_ids,
 )
+from lightning_realloc.data.tokenizers import load_tokenizer
 from lightning_realloc.errors import ConfigError, DataError
 from lightning_realloc.generation.core.model_config import check_vocabulary
 

@@ -6,7 +6,7 @@ import base64
 import binascii
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from io import BytesIO
@@ -108,7 +108,7 @@ class ImageFile:
 
 # ---- places
 def _located(value: object, place: str, folder: Path | None) -> tuple[Any, int | None]:
-    """Return where an image is, and its key if that does not depend on its bytes."""
+    """Return the place of an image, and its key if that does not depend on its bytes."""
     if isinstance(value, Mapping):
         value = _in_mapping(value, place)
     if isinstance(value, str):
@@ -256,50 +256,3 @@ def _is_image(value: object) -> bool:
 
 def _name(source: object) -> str:
     return str(source) if isinstance(source, Path) else "its image"
-
-
-# ---- places in text
-@dataclass(frozen=True, slots=True)
-class ShownImage:
-    """An image in a message: the value of ``image`` in a part of type ``image``."""
-
-    file: ImageFile
-    placeholder: str
-    """Text that chat templates write for an image."""
-    expansion: str
-    """Text that takes its place, with a token for each feature that the model has of the image."""
-
-    def __str__(self) -> str:
-        return str(self.file)
-
-    __repr__ = __str__
-
-
-def shown_images(messages: Sequence[Mapping[str, Any]]) -> list[ShownImage]:
-    """Return the images in the parts of messages, in order."""
-    contents = (message.get("content") for message in messages)
-    parts = (part for content in contents if isinstance(content, list) for part in content)
-    found = (part.get("image") for part in parts if isinstance(part, Mapping))
-    return [image for image in found if isinstance(image, ShownImage)]
-
-
-def template_part(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a part of a message as chat templates read it, without the image itself."""
-    return {"type": "image"} if isinstance(part.get("image"), ShownImage) else part
-
-
-def expanded(text: str, images: Sequence[ShownImage], place: str) -> str:
-    """Return a rendered conversation with the expansions of images in place of their placeholders.
-
-    Raises:
-        DataError: for other numbers of placeholders than of images.
-    """
-    if not images:
-        return text
-    first, *rest = text.split(images[0].placeholder)
-    if len(rest) != len(images):
-        raise DataError(
-            f"{place}: the rendered conversation has {len(rest)} placeholders {images[0].placeholder!r} and "
-            f"{len(images)} images; leave placeholders to the chat template, and write none in texts"
-        )
-    return first + "".join(image.expansion + after for image, after in zip(images, rest, strict=True))

@@ -8,9 +8,10 @@ from typing import Any
 
 from lightning_realloc.batch.samples import IMAGES
 from lightning_realloc.data.chat import Message, is_conversation, is_text_part, part_type, readable_values
-from lightning_realloc.data.images.image_files import ImageFile, ShownImage
+from lightning_realloc.data.images.image_files import ImageFile
 from lightning_realloc.data.images.sample_images import ImageProcessor, SampleImages
 from lightning_realloc.data.rows import Row
+from lightning_realloc.data.shown_images import ShownImage
 from lightning_realloc.errors import DataError
 
 IMAGE_COLUMNS = ("image", "images")
@@ -134,7 +135,7 @@ def _is_image_part(part: object) -> bool:
 
 
 def _places(messages: Sequence[Message]) -> list[Any]:
-    """Return what each image part of messages names: an image, or None for one of the columns."""
+    """Return the image that each image part of messages names, None for one of the columns."""
     return [_named(part) for _, part in _parts(messages) if _is_image_part(part)]
 
 

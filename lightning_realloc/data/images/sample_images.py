@@ -8,15 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
 
 from torch import Tensor
 from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
 
 from lightning_realloc.batch.samples import PromptImages
-from lightning_realloc.data.chat import describe_load_error
 from lightning_realloc.data.images.image_files import ImageFile
+from lightning_realloc.data.tokenizers import describe_load_error
 from lightning_realloc.errors import DataError
 from lightning_realloc.remote_path import expand_home
 
@@ -74,7 +73,7 @@ class ImageProcessor:
         self.placeholders = lru_cache(_SIZES_REMEMBERED)(self._placeholders)
 
     @classmethod
-    def load(cls, source: str | Path, settings: Mapping[str, Any]) -> ImageProcessor | None:
+    def load(cls, source: str, settings: Mapping[str, Any]) -> ImageProcessor | None:
         """Return the processor of a Hugging Face name or folder; None if there is only a tokenizer, or no such place.
 
         Raises:
@@ -106,7 +105,7 @@ class ImageProcessor:
         return made
 
     def _placeholders(self, sizes: tuple[tuple[int, int], ...]) -> Placeholders:
-        """Return what the processor makes of images of these widths and heights.
+        """Return the texts and inputs of images of these widths and heights.
 
         Raises:
             ValueError, or another error of the processor: for sizes that it refuses.
@@ -144,6 +143,37 @@ class ImageProcessor:
         return inputs
 
 
+class ProcessorOfTokenizer:
+    """Finds the processor of images that belongs to a tokenizer, and keeps it.
+
+    Args:
+        settings: Settings by name with which it is loaded.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.settings = dict(settings)
+        self.given: ProcessorMixin | None = None
+        """Processor that the user gave in place of a tokenizer."""
+        self._found: tuple[PreTrainedTokenizerBase, ImageProcessor | None] | None = None
+
+    def find(self, tokenizer: PreTrainedTokenizerBase, given: ProcessorMixin | None) -> ImageProcessor | None:
+        """Return the given processor, or the one of the tokenizer's name or folder; None for a model of text.
+
+        A tokenizer without a chat template gets the processor's.
+
+        Raises:
+            DataError: if the processor cannot be loaded.
+        """
+        if self._found is None or self._found[0] is not tokenizer:
+            given = given if self.given is None else self.given
+            load = ImageProcessor.load
+            found = load(tokenizer.name_or_path, self.settings) if given is None else ImageProcessor(given)
+            if found is not None and tokenizer.chat_template is None:
+                tokenizer.chat_template = found.chat_template
+            self._found = tokenizer, found
+        return self._found[1]
+
+
 class SampleImages(Sequence["Image"], PromptImages):
     """The images of a sample: a sequence of images of Pillow, each decoded when it is asked for.
 
@@ -174,7 +204,8 @@ class SampleImages(Sequence["Image"], PromptImages):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SampleImages) and self.files == other.files
 
-    __hash__ = None  # type: ignore[assignment]
+    def __hash__(self) -> int:
+        return self.key
 
     @property
     def key(self) -> int:
@@ -210,14 +241,6 @@ class _Inputs(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._known.names)
-
-
-def tokenizer_in(processor: ProcessorMixin) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a processor, with its chat template."""
-    tokenizer: PreTrainedTokenizerBase = processor.tokenizer
-    if tokenizer.chat_template is None:
-        tokenizer.chat_template = processor.chat_template
-    return tokenizer
 
 
 def _num_bytes(inputs: Mapping[str, Tensor]) -> int:

@@ -141,7 +141,7 @@ def test_a_row_whose_images_do_not_fit_its_messages_is_named_or_left_out(
 
 def test_images_for_a_model_of_text_are_refused() -> None:
     with pytest.raises(
-        DataError, match=r"column 'image' holds .* the model reads text alone.* give tokenizer= its pro"
+        DataError, match=r"column 'image' holds .* the model reads text alone.* for a model of images, give tok"
     ):
         prompts([{"prompt": "what?", "image": noise()}], tokenizer=byte_tokenizer())
 

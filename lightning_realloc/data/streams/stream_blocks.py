@@ -12,8 +12,8 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import TypeVar
 
-from lightning_realloc.data.row_streams import Chunk, Mark, RowStream
 from lightning_realloc.data.rows import Row, check_same_columns
+from lightning_realloc.data.streams.row_streams import Chunk, Mark, RowStream
 from lightning_realloc.errors import DataError
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.messages.plain_data import encode_value

@@ -19,9 +19,9 @@ from lightning.pytorch import Trainer
 
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.data.loader import refuse_other_order
-from lightning_realloc.data.row_streams import Mark, RowStream
 from lightning_realloc.data.rows import NoUsableRowsError, Row
-from lightning_realloc.data.stream_blocks import BlockReader
+from lightning_realloc.data.streams.row_streams import Mark, RowStream
+from lightning_realloc.data.streams.stream_blocks import BlockReader
 from lightning_realloc.errors import CheckpointError, DataError
 
 _MAX_CHECKED_ROWS = 1000
