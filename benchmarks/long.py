@@ -30,7 +30,7 @@ TOLERANCE = 1e-5
 class Workload:
     """Sizes of the model and of its input."""
 
-    tokens: tuple[int, ...] = (8_192, 16_384)
+    tokens: tuple[int, ...] = (8_192, 32_768)
     vocabulary: int = 256
     hidden_size: int = 128
     num_layers: int = 2
