@@ -6,7 +6,7 @@ Sequences are stored without padding. Ids and lengths always live on the host, s
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_realloc.batch.model_input import ModelInput, prompt_digest
 from lightning_realloc.batch.ragged import Ragged as Ragged
 from lightning_realloc.batch.ragged import as_indices, check_host_integers, tensors_equal
+from lightning_realloc.batch.stored_objects import StoredObject, plain_value, restored_value
 from lightning_realloc.errors import DataError
 
 Column = Tensor | Ragged | tuple[object, ...]
@@ -38,7 +39,7 @@ RECORD = "record/"
 the response's: they stay with their samples, and are not packed."""
 
 
-class PromptImages(ABC):
+class PromptImages(StoredObject):
     """The images of a sample, whose pixels are read when a model needs them. An empty one is False."""
 
     @abstractmethod
@@ -307,7 +308,7 @@ def samples_state(samples: Samples) -> dict[str, Any]:
         return {"values": column.values, "lengths": column.lengths} if isinstance(column, Ragged) else column
 
     columns = {name: plain(column) for name, column in samples.columns.items()}
-    return {"ids": samples.ids, "columns": columns, "data": {name: list(c) for name, c in samples.data.items()}}
+    return {"ids": samples.ids, "columns": columns, "data": plain_value({n: list(c) for n, c in samples.data.items()})}
 
 
 def samples_from_state(state: Mapping[str, Any]) -> Samples:
@@ -319,7 +320,8 @@ def samples_from_state(state: Mapping[str, Any]) -> Samples:
         return tuple(plain) if isinstance(plain, list) else plain  # lists: of checkpoints without "data"
 
     columns = {name: column(plain) for name, plain in state["columns"].items()}
-    samples = Samples(state["ids"], columns, {name: tuple(values) for name, values in state.get("data", {}).items()})
+    data = restored_value(state.get("data", {}))
+    samples = Samples(state["ids"], columns, {name: tuple(values) for name, values in data.items()})
     # Responses of checkpoints from before there were keys.
     is_old = {"prompt_id", "prompt_ids"} <= samples.columns.keys() and PROMPT_KEY not in samples
     return samples.with_columns(**{PROMPT_KEY: prompt_keys(samples)}) if is_old else samples

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_realloc.batch.stored_objects import StoredObject
 from lightning_realloc.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
-class ShownImage:
+class ShownImage(StoredObject):
     """An image in a message: the value of ``image`` in a part of type ``image``."""
 
     file: object
@@ -19,6 +20,15 @@ class ShownImage:
     """Text that chat templates write for an image."""
     expansion: str
     """Text that takes its place, with a token for each feature that the model has of the image."""
+
+    def state(self) -> dict[str, Any]:
+        """Return plain data, if that of the image is plain."""
+        return {"file": self.file, "placeholder": self.placeholder, "expansion": self.expansion}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> ShownImage:
+        """Restore the result of :meth:`state`."""
+        return cls(**state)
 
     def __str__(self) -> str:
         return str(self.file)

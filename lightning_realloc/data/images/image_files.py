@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import unquote, urlsplit
 
+from lightning_realloc.batch.stored_objects import StoredObject
 from lightning_realloc.errors import DataError
 from lightning_realloc.remote_path import expand_home
 
@@ -27,12 +28,13 @@ _ROTATED = frozenset({5, 6, 7, 8})
 _ORIENTATION = 0x0112
 _MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV"})
 """Modes of Pillow with eight bits or fewer for a channel, which become RGB."""
+_PNG_MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA"})
 _ENDS = {"JPEG": (b"\xff\xd9", 1 << 16), "PNG": (b"IEND", 16)}
 """Format -> what the last bytes of a whole file hold, and how many bytes those are."""
 
 
 @dataclass(frozen=True, slots=True)
-class ImageFile:
+class ImageFile(StoredObject):
     """An image that stays where it is until it is opened.
 
     Example:
@@ -99,6 +101,17 @@ class ImageFile:
                 f"{self.width} x {self.height} when the data was read; leave images as they are during a run"
             )
         return upright
+
+    def state(self) -> dict[str, Any]:
+        """Return plain data: the path, or the bytes of the image."""
+        source: str | bytes = str(self.source) if isinstance(self.source, Path) else _encoded(self.source)
+        return {"source": source, "place": self.place, "width": self.width, "height": self.height, "key": self.key}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> ImageFile:
+        """Restore the result of :meth:`state`."""
+        source = state["source"]
+        return cls(**{**state, "source": Path(source) if isinstance(source, str) else source})
 
     def __str__(self) -> str:
         """Return the same text on every rank: of bytes, size and key."""
@@ -238,6 +251,15 @@ def _damaged(source: object, place: str, error: Exception) -> DataError:
 
 def _bytes_of(source: bytes | Callable[[], bytes]) -> bytes:
     return source() if callable(source) else source
+
+
+def _encoded(source: Any) -> bytes:
+    """Return bytes of an image that is not in a file of its own; those of an image of Pillow lose nothing."""
+    if not _is_image(source):
+        return _bytes_of(source)
+    stream = BytesIO()
+    source.save(stream, "PNG" if source.mode in _PNG_MODES else "TIFF")
+    return stream.getvalue()
 
 
 def _key(source: Any) -> int:

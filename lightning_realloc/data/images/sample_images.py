@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, cast, overload
 
 from torch import Tensor
 from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
@@ -58,11 +58,15 @@ class ImageProcessor:
         DataError: for a processor without images.
     """
 
+    in_use: ClassVar[ImageProcessor | None] = None
+    """The last one that was made in this process."""
+
     def __init__(self, processor: ProcessorMixin) -> None:
         placeholder = getattr(processor, "image_token", None)
         if not isinstance(placeholder, str) or not hasattr(processor, "image_processor"):
             raise DataError(f"{type(processor).__name__} reads no images; give the processor of a model that does")
         self.placeholder = placeholder
+        ImageProcessor.in_use = self
         self._processor = cast("Any", processor)
         self.token_id: int = self._processor.image_token_id
         """A token that every image has some of."""
@@ -180,9 +184,9 @@ class SampleImages(Sequence["Image"], PromptImages):
     Reward functions get it as ``images``. Copies of a sample share it, and nothing of it is sent between ranks.
     """
 
-    def __init__(self, files: Sequence[ImageFile], processor: ImageProcessor) -> None:
+    def __init__(self, files: Sequence[ImageFile], processor: ImageProcessor | None) -> None:
         self.files = tuple(files)
-        self.processor = processor
+        self._processor = processor
         digest = blake2b(b"".join(file.key.to_bytes(8, "little") for file in self.files), digest_size=8).digest()
         self._key = int.from_bytes(digest, "little")
 
@@ -202,15 +206,41 @@ class SampleImages(Sequence["Image"], PromptImages):
         return f"[{', '.join(map(str, self.files))}]"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, SampleImages) and self.files == other.files
+        return isinstance(other, SampleImages) and self.key == other.key
 
     def __hash__(self) -> int:
         return self.key
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.files, None)
+
+    def state(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {"files": list(self.files)}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> SampleImages:
+        """Restore the result of :meth:`state`."""
+        return cls(state["files"], None)
 
     @property
     def key(self) -> int:
         """64 bits that tell the images of samples apart."""
         return self._key
+
+    @property
+    def processor(self) -> ImageProcessor:
+        """The model's processor; of images from a checkpoint or another process, the one in use here.
+
+        Raises:
+            DataError: if there is none.
+        """
+        found = ImageProcessor.in_use if self._processor is None else self._processor
+        if found is None:
+            raise DataError(
+                "images of a checkpoint need a data module whose rows have images; give the one of that run"
+            )
+        return found
 
     @property
     def placeholders(self) -> Placeholders:
