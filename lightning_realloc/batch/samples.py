@@ -51,6 +51,10 @@ class PromptImages(StoredObject):
     def key(self) -> int:
         """64 bits that tell the images of samples apart."""
 
+    @abstractmethod
+    def addresses(self) -> list[str]:
+        """Return the images as ``data:`` addresses, for JSON."""
+
     @property
     @abstractmethod
     def inputs(self) -> Mapping[str, Tensor]:

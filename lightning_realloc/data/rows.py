@@ -20,7 +20,16 @@ from typing import IO, Any, TypeGuard, TypeVar, cast
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_realloc.data.sources import DatasetSource, data_suffix, is_saved, matching_files, parquet_rows
+from lightning_realloc.data.sources import (
+    DatasetSource,
+    data_suffix,
+    has_image_columns,
+    is_saved,
+    left_in_table,
+    matching_files,
+    parquet_rows,
+    undecoded,
+)
 from lightning_realloc.errors import DataError
 from lightning_realloc.remote_path import expand_home
 
@@ -85,13 +94,15 @@ def table_rows(table: Iterable[Mapping[str, Any]], name: str, *, first: int = 0)
     """
     if not isinstance(table, Iterable):
         raise DataError(f"{name} must be rows, a path or a DatasetSource; it is {table!r}")
+    table, images = undecoded(table)
+    can_read_again = bool(images) and hasattr(table, "__len__")  # not a stream
     for number, values in enumerate(table, start=first):
         place = f"row {number} of {name}"
         if not isinstance(values, Mapping):
             raise DataError(
                 f"{place} must be a mapping from column to value; it is a {type(values).__name__}{_way_out(table)}"
             )
-        yield Row(place, dict(values))
+        yield Row(place, left_in_table(values, table, number - first, images) if can_read_again else dict(values))
 
 
 def _way_out(table: object) -> str:
@@ -184,7 +195,10 @@ def _read_path(path: Path) -> Iterator[Row]:
 
 
 def _read_file(path: Path) -> Iterator[Row]:
-    return table_rows(parquet_rows(path), str(path)) if path.suffix == ".parquet" else _read_jsonl(path)
+    if path.suffix != ".parquet":
+        return _read_jsonl(path)
+    # Tables of `datasets` leave images in the file.
+    return table_rows(DatasetSource(str(path)).open() if has_image_columns(path) else parquet_rows(path), str(path))
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from glob import glob
 from importlib import import_module
@@ -138,6 +138,70 @@ def parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
                 yield from batch.to_pylist()
     except (OSError, ValueError) as error:  # pyarrow's errors derive from these
         raise DataError(f"{path} is not a readable Parquet file: {_first_line(error)}") from error
+
+
+def has_image_columns(path: Path) -> bool:
+    """Return whether `datasets` wrote a Parquet file with columns of images."""
+    parquet = _package("pyarrow.parquet", f"reading {path}")
+    try:
+        about = (parquet.read_schema(path).metadata or {}).get(b"huggingface", b"")
+    except (OSError, ValueError):
+        return False  # `parquet_rows` says why
+    return b'"Image"' in about
+
+
+# ---- images in tables
+@dataclass(frozen=True, slots=True)
+class TableImage:
+    """Encoded bytes of an image in a table, read at each call."""
+
+    table: Any
+    """A ``datasets.Dataset`` that does not decode images."""
+    row: int
+    column: str
+    place: int | None
+    """Place in the row's list of images; None for a column of single images."""
+
+    def __call__(self) -> bytes:
+        """Return the bytes."""
+        found = self.table[self.row][self.column]
+        content: bytes = (found if self.place is None else found[self.place])["bytes"]
+        return content
+
+
+def undecoded(table: Any) -> tuple[Any, tuple[str, ...]]:
+    """Return a table that does not decode images, and the columns that hold some."""
+    features = getattr(table, "features", None)
+    if not isinstance(features, Mapping):
+        return table, ()
+    datasets: Any = import_module("datasets")
+    plain = datasets.Image(decode=False)
+    kinds = {
+        name: plain if isinstance(feature, datasets.Image) else type(feature)(plain)
+        for name, feature in features.items()
+        if isinstance(feature, datasets.Image) or isinstance(getattr(feature, "feature", None), datasets.Image)
+    }
+    for name, kind in kinds.items():
+        table = table.cast_column(name, kind)
+    return table, tuple(kinds)
+
+
+def left_in_table(values: Mapping[str, Any], table: Any, row: int, columns: Sequence[str]) -> dict[str, Any]:
+    """Return a row whose images are read from the table when they are needed; those in files keep their paths."""
+
+    def cell(value: Any, column: str, place: int | None) -> Any:
+        if not isinstance(value, Mapping) or value.get("bytes") is None:
+            return value
+        return {**value, "bytes": TableImage(table, row, column, place)}
+
+    made = dict(values)
+    for column in columns:
+        found = values[column]
+        if isinstance(found, list):
+            made[column] = [cell(value, column, place) for place, value in enumerate(found)]
+        else:
+            made[column] = cell(found, column, None)
+    return made
 
 
 def _package(name: str, purpose: str) -> Any:

@@ -1,8 +1,8 @@
 """Reward from an HTTP server.
 
 A request is ``POST`` with ``{"prompts": [...], "completions": [...], "columns": {name: [...]}}``, C values each. The
-answer is ``{"rewards": [...]}``, C numbers, null where the reward does not apply. An empty batch checks that the server
-is available.
+answer is ``{"rewards": [...]}``, C numbers, null where the reward does not apply. The column ``images`` holds a list of
+``data:`` addresses for each completion. An empty batch checks that the server is available.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from urllib.parse import parse_qsl, quote, quote_plus, unquote, urlsplit
 
 import aiohttp
 
+from lightning_realloc.batch.samples import PromptImages
+from lightning_realloc.batch.stored_objects import StoredObject
 from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards.failure_rule import GIVE_UP_AFTER, Failed, FailureRule, OnFailure, Outcome
 from lightning_realloc.rewards.invoke import finite_number
@@ -149,7 +151,7 @@ class RemoteReward:
         chosen = {name: list(values[rows]) for name, values in columns.items()}
         content = {"prompts": list(prompts[rows]), "completions": list(completions[rows]), "columns": chosen}
         try:
-            return json.dumps(content, allow_nan=False).encode(), len(content["completions"])
+            return json.dumps(content, allow_nan=False, default=_for_json).encode(), len(content["completions"])
         except (TypeError, ValueError) as error:
             raise RewardError(
                 f"{self.__name__}: JSON cannot represent the request ({error}); the columns are {sorted(columns)}, "
@@ -252,6 +254,15 @@ class RemoteReward:
         for form in sorted(forms - {""}, key=len, reverse=True):
             text = text.replace(form, HIDDEN)
         return text
+
+
+def _for_json(value: object) -> object:
+    """Return the images of a sample as ``data:`` addresses; in messages, their names."""
+    if isinstance(value, PromptImages):
+        return value.addresses()
+    if isinstance(value, StoredObject):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 class _AnswerTooLong(Exception):

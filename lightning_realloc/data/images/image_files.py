@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -107,6 +108,11 @@ class ImageFile(StoredObject):
         source: str | bytes = str(self.source) if isinstance(self.source, Path) else _encoded(self.source)
         return {"source": source, "place": self.place, "width": self.width, "height": self.height, "key": self.key}
 
+    def address(self) -> str:
+        """Return the image with its bytes as a ``data:`` address, for JSON."""
+        content = self.source.read_bytes() if isinstance(self.source, Path) else _encoded(self.source)
+        return f"data:;base64,{base64.b64encode(content).decode()}"
+
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> ImageFile:
         """Restore the result of :meth:`state`."""
@@ -177,6 +183,7 @@ def _existing(path: Path, place: str, folder: Path | None) -> Path:
 # ---- content
 def _opened(source: Path | bytes | Callable[[], bytes], place: str) -> Image:
     """Return an image of which only the header is read. Raises DataError for one that cannot be used."""
+    require_pillow(place)
     from PIL import Image, UnidentifiedImageError
 
     file: Path | BinaryIO = source if isinstance(source, Path) else BytesIO(_bytes_of(source))
@@ -194,6 +201,12 @@ def _opened(source: Path | bytes | Callable[[], bytes], place: str) -> Image:
     except Exception as error:  # damaged files raise errors of any class
         raise _damaged(source, place, error) from error
     return image
+
+
+def require_pillow(place: str) -> None:
+    """Raise DataError if Pillow is missing."""
+    if importlib.util.find_spec("PIL") is None:
+        raise DataError(f"{place} has images, and reading them needs Pillow: pip install 'lightning-realloc[vision]'")
 
 
 def _check_header(image: Image, source: object, place: str) -> None:

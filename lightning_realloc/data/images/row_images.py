@@ -42,9 +42,9 @@ def readable_rows(
     for row, is_shown in zip(rows, shows, strict=True):
         values: Mapping[str, Any] = row.values
         if reads is not None:
-            values = {**values, IMAGES: SampleImages((), reads)}
-        if reads is not None and is_shown:
-            values = with_images(row.values, message_columns, row.place, reads, folder=folder)
+            shown = with_images(values, message_columns, row.place, reads, folder=folder) if is_shown else values
+            kept = {name: value for name, value in shown.items() if name not in IMAGE_COLUMNS}
+            values = {**kept, IMAGES: shown[IMAGES] if is_shown else SampleImages((), reads)}
         read = () if reads is None else IMAGE_COLUMNS
         made.append(Row(row.place, readable_values(values, message_columns, row.place, read=read)))
     return tuple(made)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast, overload
 
 from torch import Tensor
@@ -107,6 +108,10 @@ class ImageProcessor:
             while len(self._cache) > 1 and sum(map(_num_bytes, self._cache.values())) > CACHED_BYTES:
                 self._cache.popitem(last=False)
         return made
+
+    def save(self, folder: Path) -> None:
+        """Write the files that `load` reads, tokenizer included."""
+        self._processor.save_pretrained(str(folder))
 
     def _placeholders(self, sizes: tuple[tuple[int, int], ...]) -> Placeholders:
         """Return the texts and inputs of images of these widths and heights.
@@ -241,6 +246,10 @@ class SampleImages(Sequence["Image"], PromptImages):
                 "images of a checkpoint need a data module whose rows have images; give the one of that run"
             )
         return found
+
+    def addresses(self) -> list[str]:
+        """Return the images as ``data:`` addresses, for JSON."""
+        return [file.address() for file in self.files]
 
     @property
     def placeholders(self) -> Placeholders:

@@ -22,12 +22,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lightning_realloc.errors import CheckpointError
+from lightning_realloc.data.images.sample_images import ImageProcessor
+from lightning_realloc.errors import CheckpointError, DataError
 from lightning_realloc.output_files import set_usual_modes
 from lightning_realloc.remote_output import uploaded_folder
 from lightning_realloc.remote_path import AnyPath
 from lightning_realloc.runtime.dtypes import dtype_named
 from lightning_realloc.runtime.model.adapter_layers import adapter_config
+from lightning_realloc.runtime.model.image_inputs import placeholder_ids
 from lightning_realloc.strategies.checkpoints.adapter_files import (
     ADAPTER_CONFIG_FILE,
     CONFIG_FILE,
@@ -93,6 +95,7 @@ def write_configs(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, f
         model.generation_config.to_json_file(folder / GENERATION_CONFIG_FILE)
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
+        _write_processor(model, tokenizer, folder)
     config = adapter_config(model)
     if config is not None:
         config = copy.copy(config)
@@ -102,6 +105,19 @@ def write_configs(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, f
     if buffers:
         save_file(buffers, folder / BUFFERS_FILE)
         set_usual_modes(folder)
+
+
+def _write_processor(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the processor of a model of images: the one that data was read with, else that of the tokenizer."""
+    if not placeholder_ids(model):
+        return
+    try:
+        found = ImageProcessor.in_use or ImageProcessor.load(tokenizer.name_or_path, {})
+    except DataError as error:  # a model that was trained on text alone
+        rank_zero_warn(f"the processor of images is left out of {folder}: {error}")
+        return
+    if found is not None:
+        found.save(folder)
 
 
 def _config_with_padding(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedConfig:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -14,6 +17,8 @@ from lightning_realloc import PreferenceDataModule, PromptDataModule, SFTDataMod
 from lightning_realloc.batch.packing import pack
 from lightning_realloc.batch.samples import Samples, model_inputs
 from lightning_realloc.data.data_module import RowDataModule
+from lightning_realloc.data.images import sample_images
+from lightning_realloc.data.images.image_files import ImageFile
 from lightning_realloc.errors import DataError
 from tests.vision_processors import PROCESSED_FAMILIES, tiny_processor
 
@@ -118,8 +123,6 @@ def test_files_bytes_and_addresses_are_read_as_images(tmp_path: Path) -> None:
     (from_file,) = model_inputs(
         table(PromptDataModule(tmp_path / "rows.jsonl", batch_size=1, tokenizer=tiny_processor("llava")))
     )
-    import base64
-
     address = f"data:image/png;base64,{base64.b64encode(content).decode()}"
     for value in (content, {"bytes": content, "path": None}, {"bytes": None, "path": str(tmp_path / "a.png")}, address):
         (found,) = model_inputs(prompts([{"prompt": "what?", "image": value}]))
@@ -154,3 +157,27 @@ def test_a_cut_prompt_never_cuts_an_image_apart() -> None:
 
     with pytest.raises(DataError, match=r"row 0 .*show 3 of 4 parts of its 1 images.*drop long rows"):
         prompts(rows, max_prompt_tokens=30, long_prompts="truncate")
+
+
+def test_images_reach_other_processes_and_servers_as_images() -> None:
+    (images,) = prompts([{"prompt": "what?", "image": drawn(1)}]).objects("images")
+    (again,) = pickle.loads(pickle.dumps([images]))
+
+    assert again == images
+    assert np.array_equal(np.asarray(again[0]), np.asarray(drawn(1)))
+    assert torch.equal(again.inputs["pixel_values"], images.inputs["pixel_values"])
+    (address,) = images.addresses()
+    assert np.array_equal(np.asarray(ImageFile.read(address, "row 0").open()), np.asarray(drawn(1)))
+
+
+def test_pixels_of_few_samples_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = prompts([{"prompt": "what?", "image": drawn(number)} for number in range(6)])
+    opened: list[int] = []
+    open_image = ImageFile.open
+    monkeypatch.setattr(ImageFile, "open", lambda file: opened.append(file.key) or open_image(file))
+    monkeypatch.setattr(sample_images, "CACHED_BYTES", 2 * 3 * 16 * 16 * 4)
+
+    for given in (*model_inputs(samples), *model_inputs(samples)[-2:], *model_inputs(samples)[:1]):
+        assert given.extras["pixel_values"].shape == (1, 3, 16, 16)
+
+    assert len(opened) == 7
