@@ -82,10 +82,15 @@ def assert_equal(
     assert ours.item() == pytest.approx(theirs.item(), abs=tolerance, rel=1e-6)
     ours.backward()
     theirs.backward()
-    one, other = (torch.cat([p.grad.flatten() for p in model.parameters()]) for model in (our_model, their_model))
+    one, other = (torch.cat([_gradient(p) for p in model.parameters()]) for model in (our_model, their_model))
     # Rounding errors grow with the gradient, and that of sppo_hard is above 10.
     assert float((one - other).norm()) <= tolerance * max(1.0, float(other.norm()))
     assert float(other.norm()) > 1e-3
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """Return the gradient of a parameter; zeros of one that the model does not use."""
+    return (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).flatten()
 
 
 def scored(samples: Samples, **models: nn.Module) -> Samples:

@@ -74,6 +74,7 @@ class ImageProcessor:
         self.chat_template = getattr(processor, "chat_template", None)
         self._is_nested = type(processor).__name__.startswith(_NESTED)
         self._cache: OrderedDict[int, Mapping[str, Tensor]] = OrderedDict()
+        self._cached_bytes = 0
         self._lock = threading.Lock()
         self.placeholders = lru_cache(_SIZES_REMEMBERED)(self._placeholders)
 
@@ -104,9 +105,11 @@ class ImageProcessor:
                 return found
         made = self._processed(list(images), images.files[0].place)
         with self._lock:
-            self._cache[images.key] = made
-            while len(self._cache) > 1 and sum(map(_num_bytes, self._cache.values())) > CACHED_BYTES:
-                self._cache.popitem(last=False)
+            if images.key not in self._cache:  # of another thread
+                self._cache[images.key] = made
+                self._cached_bytes += _num_bytes(made)
+            while len(self._cache) > 1 and self._cached_bytes > CACHED_BYTES:
+                self._cached_bytes -= _num_bytes(self._cache.popitem(last=False)[1])
         return made
 
     def save(self, folder: Path) -> None:
