@@ -169,12 +169,25 @@ def fit_grpo(module: Any, data: Any, *, warmup: int, steps: int) -> Turn:
 
 
 def fit_trl(
-    folder: str, prompts: list[Any], reward: Callable[..., Any], *, warmup: int, steps: int, options: Mapping[str, Any]
+    folder: str,
+    prompts: Any,
+    reward: Callable[..., Any],
+    *,
+    warmup: int,
+    steps: int,
+    options: Mapping[str, Any],
+    has_images: bool = False,
 ) -> Turn:
-    """Train TRL's GRPO on the CPU in the same way; ``options`` are those of ``GRPOConfig``."""
+    """Train TRL's GRPO on the CPU in the same way.
+
+    Args:
+        prompts: Prompts, or with ``has_images`` a ``datasets.Dataset`` of them.
+        options: Settings of ``GRPOConfig``.
+        has_images: Whether the folder holds a vision-language model with its processor.
+    """
     import torch
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
     from transformers.trainer_callback import PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
@@ -201,11 +214,12 @@ def fit_trl(
             lr_scheduler_type="constant", max_steps=warmup + steps, logging_steps=1, save_strategy="no",
             report_to=[], disable_tqdm=True, dataloader_num_workers=0, seed=0, **options,
         )  # fmt: skip
+        auto_class = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+            model=auto_class.from_pretrained(folder, dtype=torch.float32),
             args=settings,
-            train_dataset=Dataset.from_dict({"prompt": prompts}),
-            processing_class=AutoTokenizer.from_pretrained(folder),
+            train_dataset=prompts if has_images else Dataset.from_dict({"prompt": prompts}),
+            processing_class=(AutoProcessor if has_images else AutoTokenizer).from_pretrained(folder),
             reward_funcs=reward,
             callbacks=[Clock()],
         )
@@ -265,7 +279,7 @@ def take_turns(arms: Arms, work: Any, folder: str, turns: int) -> dict[str, list
     return measured
 
 
-def fill(report: BenchmarkReport, work: Workload, measured: Mapping[str, list[Turn]]) -> None:
+def fill(report: BenchmarkReport, work: Any, measured: Mapping[str, list[Turn]]) -> None:
     """Add a row for each arm, and the target."""
     for arm, turns in measured.items():
         cpu_s = median(turn.cpu_s for turn in turns) / work.steps

@@ -287,9 +287,14 @@ def model_inputs(samples: Samples) -> list[ModelInput]:
         if images is None:
             made.append(ModelInput(tuple(prompt), {name: rows[row] for name, rows in extras.items()}, keys[row]))
         else:
-            key = prompt_digest(prompt, {}, of_images=images.key) if keys[row] < 0 else keys[row]
-            made.append(ModelInput(tuple(prompt), images.inputs, key))
+            made.append(images_input(prompt, images, keys[row]))
     return made
+
+
+def images_input(token_ids: Sequence[int], images: PromptImages, prompt_key: int = -1) -> ModelInput:
+    """Return a prompt with images; -1: with a key of its token ids and images."""
+    key = prompt_digest(token_ids, {}, of_images=images.key) if prompt_key < 0 else prompt_key
+    return ModelInput(tuple(token_ids), images.inputs, key)
 
 
 def prompt_keys(samples: Samples) -> Tensor:

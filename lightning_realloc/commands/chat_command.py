@@ -16,7 +16,7 @@ from lightning_realloc.environments.tools.tool import tools_of
 from lightning_realloc.errors import ConfigError, DataError, GenerationError
 from lightning_realloc.generation import SamplingParams
 
-_COMMANDS = "/reset forgets the conversation, /quit ends it, Ctrl-C stops an answer"
+_COMMANDS = "/reset forgets the conversation, /image FILE shows one, /quit ends it, Ctrl-C stops an answer"
 
 
 def chat_parser() -> CommandParser:
@@ -27,6 +27,8 @@ def chat_parser() -> CommandParser:
     add("folder", nargs="?", metavar="FOLDER", help=folder)
     add("--system", metavar="TEXT", help="System message at the beginning of the conversation.")
     add("--prompt", metavar="TEXT", help="One question; without it, standard input is read.")
+    image = "Image that the first question is about; may be repeated. In a conversation: /image FILE."
+    add("--image", action="append", default=[], metavar="FILE", help=image)
     tools = f"Tools that the model may call, one or several: {TOOL_FORMS}."
     add("--tools", nargs="+", action="extend", default=[], metavar="TOOLS", help=tools)
     turns = "Most turns of the model in an answer with tools. Default: 8."
@@ -54,13 +56,13 @@ def run_chat(arguments: Sequence[str], write: Callable[[str], object], stdin: Te
     if flags.prompt is None and stdin.isatty():
         session = _session(flags, write)
         write(f"{_greeting(session, flags)}\n")
-        _talk(session, stdin, write)
+        _talk(session, stdin, write, flags.image)
         return 0
     model_folder(flags.folder)  # a wrong folder is reported before standard input is read
     question = (stdin.read() if flags.prompt is None else flags.prompt).strip()
     if not question:
         raise ConfigError("the question is empty; give --prompt TEXT, or text on standard input")
-    _session(flags, write).ask(question)
+    _session(flags, write).ask(question, flags.image)
     return 0
 
 
@@ -96,19 +98,27 @@ def _greeting(session: ChatSession, flags: argparse.Namespace) -> str:
     return f"{flags.folder} on {session.device} has no chat template, so it continues each text alone; {_COMMANDS}."
 
 
-def _talk(session: ChatSession, stdin: TextIO, write: Callable[[str], object]) -> None:
-    """Answer lines until the input ends or the user quits; a line that cannot be answered changes nothing."""
+def _talk(session: ChatSession, stdin: TextIO, write: Callable[[str], object], images: Sequence[str] = ()) -> None:
+    """Answer lines until the input ends or the user quits; a line that cannot be answered changes nothing.
+
+    The first question is about ``images``.
+    """
+    shown = list(images)
     for line in _lines(stdin, write):
         if line in ("/quit", "/exit"):
             return
         if line == "/reset":
             session.reset()
             write("(the conversation is empty)\n")
+        elif line.startswith("/image "):
+            shown.append(line.removeprefix("/image ").strip())
+            write(f"(the next question shows {', '.join(shown)})\n")
         elif line.startswith("/"):
             write(f"({line.split()[0]} is no command; {_COMMANDS})\n")
         elif line:
             with _reporting(write):
-                session.ask(line)
+                session.ask(line, shown)
+            shown = []
 
 
 @contextmanager
@@ -118,7 +128,7 @@ def _reporting(write: Callable[[str], object]) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         write("\n(stopped)\n")
-    except (DataError, GenerationError) as error:
+    except (ConfigError, DataError, GenerationError) as error:
         write(f"({error}; /reset forgets the conversation)\n")
 
 

@@ -13,9 +13,13 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from lightning_realloc.algorithms.base.role import Role
+from lightning_realloc.batch.model_input import ModelInput
+from lightning_realloc.batch.samples import IMAGES, images_input
 from lightning_realloc.commands.chat_tools import ChatTools, ToolSettings
 from lightning_realloc.commands.parsing import has_bf16, refuse_gguf
 from lightning_realloc.data.chat import Message, Text, conversation_text, prompt_token_ids
+from lightning_realloc.data.images.row_images import has_images, with_images
+from lightning_realloc.data.images.sample_images import ImageProcessor
 from lightning_realloc.data.tokenizers import load_tokenizer
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams
@@ -57,6 +61,8 @@ class ChatSession:
         self._engine, self._tokenizer, self._stream, self._params = engine, tokenizer, stream, params
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self._tools = tools
+        self._images: ImageProcessor | None = None
+        """The model's processor, once a question shows an image."""
         self._num_turns = 0
         self.reset()
 
@@ -112,37 +118,54 @@ class ChatSession:
         """Forget all messages but the system message."""
         self.messages: list[Message] = list(self._system)
 
-    def ask(self, question: str) -> str:
+    def ask(self, question: str, images: Sequence[str] = ()) -> str:
         """Return the answer to a question, and stream it; both become part of the conversation, with calls of tools.
 
+        Args:
+            images: Files of images that the question is about.
+
         Raises:
-            DataError: for a conversation that the chat template cannot render.
+            ConfigError: for images and a model that reads text alone, or with tools.
+            DataError: for a conversation that the chat template cannot render, and for images that cannot be used.
             GenerationError: for a conversation that does not fit the model's context.
         """
-        messages = [*self.messages, {"role": "user", "content": question}]
+        if images and self._images is None:
+            self._images = ImageProcessor.load(self._tokenizer.name_or_path, {})
+        if images and (self._images is None or self._tools is not None):
+            raise ConfigError("images need the folder of a model that reads them, and a conversation without tools")
+        shown = [{"type": "image", "image": name} for name in images]
+        content = [*shown, {"type": "text", "text": question}] if shown else question
+        messages: list[Message] = [*self.messages, {"role": "user", "content": content}]
         if self._tools is None:
-            (prompt_ids,) = prompt_token_ids(self._tokenizer, [self._prompt(messages)])
-            answer = self._tokenizer.decode(list(self._turn(prompt_ids).token_ids), skip_special_tokens=True)
+            answer = self._tokenizer.decode(
+                list(self._turn(self._prompt(messages)).token_ids), skip_special_tokens=True
+            )
             turns: list[Message] = [{"role": "assistant", "content": str(answer)}]
         else:
-            turns = self._tools.turns(messages, self._turn)
+            turns = self._tools.turns(messages, lambda ids: self._turn(ModelInput(tuple(ids))))
         if self.has_template:
             self.messages = [*messages, *turns]
         return str(turns[-1]["content"])
 
-    def _turn(self, prompt_ids: Sequence[int]) -> Completion:
+    def _turn(self, prompt: ModelInput) -> Completion:
         """Generate one turn of the model, and stream it."""
         sample_id, self._num_turns = self._num_turns, self._num_turns + 1  # other random numbers for each turn
         self._stream.begin()
         show = self._stream.show
-        (completion,) = self._engine.generate([prompt_ids], self._params, sample_ids=[sample_id], on_tokens=show)
+        (completion,) = self._engine.generate([prompt], self._params, sample_ids=[sample_id], on_tokens=show)
         self._stream.end()
         return completion
 
-    def _prompt(self, messages: Sequence[Message]) -> Text:
+    def _prompt(self, messages: list[Message]) -> ModelInput:
+        place, row = "the conversation", dict[str, Any](prompt=messages)
         if not self.has_template:
-            return Text(messages[-1]["content"], "the question", add_bos=True)
-        return conversation_text(self._tokenizer, list(messages), "the conversation", add_generation_prompt=True)
+            text = Text(messages[-1]["content"], "the question", add_bos=True)
+            return ModelInput(tuple(prompt_token_ids(self._tokenizer, [text])[0]))
+        if self._images is not None and has_images(row, ["prompt"]):
+            row = with_images(row, ["prompt"], place, self._images)
+        text = conversation_text(self._tokenizer, row["prompt"], place, add_generation_prompt=True)
+        ids = prompt_token_ids(self._tokenizer, [text])[0]
+        return images_input(ids, row[IMAGES]) if IMAGES in row else ModelInput(tuple(ids))
 
 
 class TokenStream(TextStreamer):

@@ -98,7 +98,7 @@ def test_turns_end_at_texts_and_tokens_that_a_flag_names(folder: Path) -> None:
 
 def test_a_terminal_talks_until_the_user_quits(folder: Path) -> None:
     said = _chat(folder, typed="Hello\n\n/reset\n/help\n" + "x" * 500 + "\n/quit\nnever read\n", terminal=True)
-    assert said.startswith(f"{folder} on cpu; /reset forgets the conversation, /quit ends it")
+    assert said.startswith(f"{folder} on cpu; /reset forgets the conversation, /image FILE shows one, /quit")
     assert "(the conversation is empty)" in said and "(/help is no command; " in said
     assert "leaves no room for a response" in said and said.endswith("/reset forgets the conversation)\n")
 
