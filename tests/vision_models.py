@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from tests.models import SIZES
 
@@ -100,11 +100,20 @@ VISION_FAMILIES: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-def tiny_vision_model(family: str, *, seed: int = 0) -> PreTrainedModel:
-    """Build the family's model of images and text: fp32, eval mode, weights that tell images clearly apart."""
-    config = AutoConfig.for_model(family, **VISION_FAMILIES[family])
+def vision_config(family: str, **of_text: Any) -> PreTrainedConfig:
+    """Return the family's configuration of a tiny model, with changed settings of its text decoder."""
+    sizes = VISION_FAMILIES[family]
+    config: PreTrainedConfig = AutoConfig.for_model(
+        family, **{**sizes, "text_config": {**sizes["text_config"], **of_text}}
+    )
     for own in (config, config.get_text_config()):
         own.bos_token_id, own.eos_token_id, own.pad_token_id = 1, 2, 0
+    return config
+
+
+def tiny_vision_model(family: str, *, seed: int = 0, **of_text: Any) -> PreTrainedModel:
+    """Build the family's model of images and text: fp32, eval mode, weights that tell images clearly apart."""
+    config = vision_config(family, **of_text)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         made: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)

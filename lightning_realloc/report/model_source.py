@@ -13,13 +13,14 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from lightning_realloc.algorithms.base.adapters import AdapterSource
-from lightning_realloc.algorithms.base.role import Role, Task
+from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.algorithms.rollout.reward_sources import is_further
 from lightning_realloc.data.tokenizers import describe_load_error
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.remote_path import expand_home, is_path, require_files
 from lightning_realloc.report.known_models import find_known_model, is_shape, parse_shape
+from lightning_realloc.runtime.model.model_classes import Task
 from lightning_realloc.strategies.pool.memory_check import describe_roles, replayed_roles
 from lightning_realloc.tuning.shapes.experts import declared_experts
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory

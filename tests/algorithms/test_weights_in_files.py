@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from lightning_realloc.algorithms.base.role import Role, Task
+from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.model.mapped_weights import is_mapped
 from lightning_realloc.runtime.model.merged_weights import read_region
+from lightning_realloc.runtime.model.model_classes import Task
 from lightning_realloc.runtime.model.recorded_init import weight_values
 from tests.models import tiny_model, tiny_scorer
 from tests.strategies.peft.peft_runs import LORA

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
@@ -99,11 +100,12 @@ class Adapters:
         config.inference_mode = False
         return cls(role, config, weights, origin)
 
-    def inject(self, model: nn.Module, base_name: str | None) -> nn.Module:
+    def inject(self, model: nn.Module, base_name: str | None, frozen: Collection[str] = ()) -> nn.Module:
         """Add the adapters to a model, in place. Afterwards only they and a classifier's head have gradients.
 
         Args:
             base_name: Name of the base model; None if unknown.
+            frozen: Names of modules and parameters that get no new adapters, and whose saved ones are not trained.
 
         Raises:
             ConfigError: for adapters of another base, and for layers whose adapters are not supported.
@@ -114,8 +116,10 @@ class Adapters:
         heads = head_names(model)
         self._check_saved_modules(model, heads)
         config.base_model_name_or_path = base_name or config.base_model_name_or_path
-        if heads and not isinstance(config.exclude_modules, str):  # "all-linear" includes heads
-            config.exclude_modules = sorted({*(config.exclude_modules or ()), *(head[:-1] for head in heads)})
+        left_out = {head[:-1] for head in heads}  # "all-linear" includes heads
+        if not self.weights:
+            left_out |= {name for name, module in model.named_modules() if name in frozen and _is_layer(module)}
+        _exclude(config, left_out)
         config.modules_to_save = None  # heads are trained in place, without a copy
         _refuse_unmatched(config.target_parameters or (), model, self.role)
         try:
@@ -129,6 +133,8 @@ class Adapters:
         for name, parameter in model.named_parameters():
             if name.startswith(heads):
                 parameter.requires_grad_(True)
+            elif name.partition(".lora_")[0] in frozen:
+                parameter.requires_grad_(False)
         if self.weights and not next(model.parameters()).is_meta:
             self._fill(peft, model)
         return model
@@ -168,6 +174,20 @@ class Adapters:
         with torch.no_grad():
             for name, local in ours.items():
                 model.get_parameter(local).copy_(self.weights[name])
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Return whether a module has weights of its own."""
+    return any(True for _ in module.parameters(recurse=False))
+
+
+def _exclude(config: Any, names: Collection[str]) -> None:
+    """Add names of modules to those that get no adapters; PEFT reads one text as a pattern of whole names."""
+    given = config.exclude_modules
+    if names and isinstance(given, str):
+        config.exclude_modules = "|".join([f"(?:{given})", *(rf"(?:.*\.)?{re.escape(name)}" for name in sorted(names))])
+    elif names:
+        config.exclude_modules = sorted({*(given or ()), *names})
 
 
 def refuse_adapters(source: str | Path, role: str, *, trained: bool) -> None:

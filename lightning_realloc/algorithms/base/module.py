@@ -34,7 +34,7 @@ from lightning_realloc.algorithms.base.optimizers import (
     check_learning_rate,
 )
 from lightning_realloc.algorithms.base.quantization import LoadingOptions
-from lightning_realloc.algorithms.base.role import Role, Task
+from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.algorithms.base.rollout_columns import sample_rows
 from lightning_realloc.algorithms.base.vocabulary import check_token_ids
 from lightning_realloc.algorithms.settings import check_not_negative, check_type
@@ -53,6 +53,8 @@ from lightning_realloc.runtime.forward.attention.packable import check_packable
 from lightning_realloc.runtime.forward.attention.packed_attention import check_segments
 from lightning_realloc.runtime.forward.liger import use_liger_kernels
 from lightning_realloc.runtime.forward.routers import check_balance
+from lightning_realloc.runtime.model.model_classes import Task
+from lightning_realloc.runtime.model.structure import TrainVision
 from lightning_realloc.seeds import seed_of_run
 from lightning_realloc.setting_hints import HintTable, SuggestsSettings, refuses_unknown
 from lightning_realloc.trainers import planned_iterations, trainer_callbacks
@@ -75,6 +77,7 @@ class ModuleSettings(TypedDict, total=False):
     speculation: Speculation | None
     peft_config: Any
     quantization_config: Any
+    train_vision: TrainVision
     allow_missing: bool
     liger_kernels: bool
     seed: int | None
@@ -106,6 +109,9 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
         quantization_config: 4-bit weights under the adapters: a ``BitsAndBytesConfig(load_in_4bit=True)`` or the same
             as a mapping, for every trained role; or role -> one of these, also for roles that are not trained. None:
             weights as their folders hold them.
+        train_vision: Trained parts that only images use: ``"none"``, the ``"projector"`` to the language model, or
+            ``"all"``, the tower, too; with adapters, the parts that get some. Given modules without adapters keep their
+            ``requires_grad``.
         allow_missing: Whether a folder may lack weights of its config (then random) or hold others. New heads may
             always be missing.
         liger_kernels: Use Liger's kernels; needs CUDA and the package liger-kernel.
@@ -147,6 +153,7 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
         speculation: Speculation | None = None,
         peft_config: Any = None,
         quantization_config: Any = None,
+        train_vision: TrainVision = "none",
         allow_missing: bool = False,
         liger_kernels: bool = False,
         seed: int | None = None,
@@ -166,7 +173,9 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
         self.generation_options = generation or GenerationOptions()
         self._check_generation()
         self.peft_config = peft_config
-        self.loading = LoadingOptions(quantization_config=quantization_config, allow_missing=allow_missing)
+        self.loading = LoadingOptions(
+            quantization_config=quantization_config, allow_missing=allow_missing, train_vision=train_vision
+        )
         self.liger_kernels = liger_kernels
         check_type(Integral, seed=seed)
         self._seed = seed
@@ -235,6 +244,7 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
             task=task,
             peft=self.peft_of(name, trained=trained),
             quantization=self.loading.quantization_of(name, trained=trained),
+            train_vision=self.loading.train_vision,
         )
 
     def reference_of(self, actor: Role, source: ModelSource | None) -> Role:

@@ -7,13 +7,14 @@ import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, require_choice
+from lightning_realloc.runtime.model.structure import TrainVision
 
 if TYPE_CHECKING:
     QuantizationSource = BitsAndBytesConfig | Mapping[str, Any]
@@ -35,6 +36,11 @@ class LoadingOptions:
     """4-bit weights of every trained role, or role -> 4-bit weights; None: weights as their folders hold them."""
     allow_missing: bool = False
     """Whether a folder may lack weights of its config, or hold others."""
+    train_vision: TrainVision = "none"
+    """Trained parts of the trained roles that only images use."""
+
+    def __post_init__(self) -> None:
+        require_choice("train_vision", self.train_vision, get_args(TrainVision))
 
     def quantization_of(self, role: str, *, trained: bool) -> QuantizationSource | None:
         """Return the quantization that the settings give a role; a role that is not trained has to be named."""
@@ -51,9 +57,11 @@ class LoadingOptions:
         """Check that the settings name roles of the algorithm, and that these take their quantization.
 
         Raises:
-            ConfigError: for an unknown role, and for a role without the quantization that the settings give it.
+            ConfigError: for an unknown role, for a role without the quantization that the settings give it, and for
+                parts for images to train that no trained role has.
         """
         names = [role.name for role in roles]
+        self._check_vision(roles)
         if unknown := sorted(str(name) for name in self._by_role or () if name not in names):
             raise ConfigError(
                 f"quantization_config names {', '.join(unknown)}, and the roles are {', '.join(names)}; write role: "
@@ -66,6 +74,16 @@ class LoadingOptions:
                     f"Role(name={role.name!r}, ..., quantization=self.loading.quantization_of({role.name!r}, "
                     f"trained={role.trained})) in roles() of {algorithm}, or name only other roles"
                 )
+
+    def _check_vision(self, roles: Collection[Any]) -> None:
+        needed = {"none": None, "projector": "projector", "all": "tower"}[self.train_vision]
+        chosen = [role for role in roles if role.train_vision == self.train_vision]
+        if needed is not None and not any(needed in role.trainable_vision() for role in chosen):
+            trained = ", ".join(role.name for role in roles if role.trained)
+            raise ConfigError(
+                f"train_vision={self.train_vision!r} trains the {needed} for images, and no trained role ({trained}) "
+                f"is loaded or built with one; leave it out, and set requires_grad of the parameters of a given module"
+            )
 
 
 def read_quantization(

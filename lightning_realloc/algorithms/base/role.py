@@ -8,23 +8,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-)
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
 from lightning_realloc.algorithms.base.adapters import (
@@ -61,28 +49,19 @@ from lightning_realloc.runtime.model.adapter_layers import adapted_layers, adapt
 from lightning_realloc.runtime.model.batching_limits import attends_to_later_tokens
 from lightning_realloc.runtime.model.hub_kernels import refuse_kernels
 from lightning_realloc.runtime.model.mapped_weights import shown_as_float32, weights_left_in_files, widen
+from lightning_realloc.runtime.model.model_classes import AUTO_CLASSES, Task, is_of_another_task, model_class
 from lightning_realloc.runtime.model.quantized import pin_quantized_weights, quantized_layers
 from lightning_realloc.runtime.model.recorded_init import defer_init
 from lightning_realloc.runtime.model.structure import (
+    TrainVision,
     copy_model,
     copy_without_weights,
+    frozen_vision,
     record_untied_weights,
     unused_weights,
+    vision_parts,
 )
 from lightning_realloc.setting_hints import ROLE_HINTS, suggest_settings
-
-Task = Literal["causal_lm", "sequence_classification", "token_classification"]
-
-_AUTO_CLASSES = {
-    "causal_lm": AutoModelForCausalLM,
-    "sequence_classification": AutoModelForSequenceClassification,
-    "token_classification": AutoModelForTokenClassification,
-}
-_CLASSES = {
-    "causal_lm": MODEL_FOR_CAUSAL_LM_MAPPING,
-    "sequence_classification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    "token_classification": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
-}
 
 
 @suggest_settings(ROLE_HINTS)
@@ -108,6 +87,9 @@ class Role:
     """How weights of a name or folder are quantized while they are loaded; None: as the folder says."""
     shares: str | None = None
     """Role with adapters whose base is also this model, without a second copy; None: a model of its own."""
+    train_vision: TrainVision = "none"
+    """Trained parts that only images use, or those with adapters. Without adapters, not for a given module, whose
+    ``requires_grad`` decides."""
 
     @property
     def has_adapters(self) -> bool:
@@ -270,7 +252,7 @@ class Role:
                 raise ConfigError(
                     f"{self.name} is not trained here, and fresh adapters change nothing; give a folder of saved ones"
                 )
-            adapters.inject(model, self._base_name(model))
+            adapters.inject(model, self._base_name(model), frozen_vision(model, self.train_vision))
         elif adapted_layers(model):
             check_trainable(model, self.name)
         if not self.trained:
@@ -281,7 +263,21 @@ class Role:
             raise ConfigError(f"{self.name}='{self.source}' holds adapters, too; move them to a folder for peft_config")
         if not any(parameter.requires_grad for parameter in model.parameters()):
             model.requires_grad_(True)
+        if adapters is None and self._is_made_here:
+            frozen = frozen_vision(model, self.train_vision)
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(parameter.requires_grad and name not in frozen)
         return model
+
+    @property
+    def _is_made_here(self) -> bool:
+        """Whether the model is no copy of a given module."""
+        return not isinstance(self.source, nn.Module) or self._has_another_head(self.source)
+
+    def trainable_vision(self) -> frozenset[str]:
+        """Return the parts of the model that ``train_vision`` chooses from: "projector" and "tower"."""
+        is_chosen = self.trained and (self.peft is not None or self._is_made_here)
+        return frozenset(vision_parts(self.describe()).values()) if is_chosen else frozenset()
 
     def _base_name(self, model: nn.Module) -> str | None:
         """Return the name of the base; None for random weights and unknown sources."""
@@ -306,15 +302,16 @@ class Role:
             )
 
     def _from_config(self, config: PreTrainedConfig) -> nn.Module:
-        if type(config) not in _CLASSES[self.task]:
+        made = model_class(self.task, config)
+        if made is None:
             raise ConfigError(
-                f"{self.name}: transformers has no {_AUTO_CLASSES[self.task].__name__} of {config.model_type!r}; "
+                f"{self.name}: transformers has no {AUTO_CLASSES[self.task].__name__} of {config.model_type!r}; "
                 f"give {self.name} a model of another family, or a module that is built already"
             )
         if self.task != "causal_lm":
             config = copy.deepcopy(config)
             config.num_labels = 1
-        model: nn.Module = _AUTO_CLASSES[self.task].from_config(config, dtype=torch.float32)
+        model: nn.Module = made.from_config(config, dtype=torch.float32)
         return model
 
     def _copied(self, module: nn.Module, copier: Callable[[nn.Module], nn.Module] = copy_model) -> nn.Module:
@@ -342,11 +339,7 @@ class Role:
         return copier(source)
 
     def _has_another_head(self, model: nn.Module) -> bool:
-        if not isinstance(model, PreTrainedModel):
-            return False
-        kind = type(model.config)
-        others: list[Any] = [made[kind] for task, made in _CLASSES.items() if task != self.task and kind in made]
-        return any(type(model) in (known if isinstance(known, tuple) else (known,)) for known in others)
+        return isinstance(model, PreTrainedModel) and is_of_another_task(model, self.task)
 
     def _load(self, source: str | Path, adapters: Adapters | None, *, allow_missing: bool, deferred: bool) -> nn.Module:
         options: dict[str, Any] = {} if self.task == "causal_lm" else {"num_labels": 1}
@@ -355,7 +348,9 @@ class Role:
             with torch.device("meta"):
                 heads = head_names(self._from_config(AutoConfig.from_pretrained(source)))
             options["quantization_config"] = without_heads(quantization, heads)
-        auto: Any = _AUTO_CLASSES[self.task]
+        config = self.config()
+        assert config is not None, "names and folders have one"
+        auto: Any = model_class(self.task, config) or AUTO_CLASSES[self.task]
         where = f"{self.name}={str(source)!r}"
         try:
             with (
@@ -385,7 +380,7 @@ class Role:
 
     def _require_head(self, missing: list[str]) -> None:
         if not self.trained:
-            require_head(self.name, _AUTO_CLASSES[self.task].__name__, missing)
+            require_head(self.name, AUTO_CLASSES[self.task].__name__, missing)
 
     def _not_loaded(self, error: Exception) -> ConfigError:
         assert isinstance(self.source, str | Path), "modules and configs are not loaded"

@@ -1,19 +1,21 @@
-"""Inspect a model without running it (blocks, tied parameters, loaded weights), and copy it with or without weights."""
+"""Inspect a model without running it (blocks, parts for images, tied parameters), and copy it, also without weights."""
 
 from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.model.image_inputs import IMAGE_FAMILIES, placeholder_ids
@@ -22,6 +24,10 @@ from lightning_realloc.runtime.model.quantized import replacements_in_copy
 _OLD_BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$|\.inv_freq$")
 """Causal masks and rotary frequencies, which older versions of transformers saved with the weights."""
 
+TrainVision = Literal["none", "projector", "all"]
+"""Parts that only images use and that are trained: none, the projector to the language model, or also the tower."""
+_PROJECTOR = re.compile(r"connector|merger|newline|projector")
+"""Transformers' names of modules and parameters between a tower and the language model."""
 _UNCHANGING = frozenset({bool, int, float, str, type(None)})
 """Types of attributes that a copy shares with its original."""
 _COPY_METHODS = frozenset(
@@ -62,6 +68,25 @@ def decoder_name(model: nn.Module) -> str:
     return next((name for name, module in model.named_modules() if getattr(module, "config", None) is text), "")
 
 
+def vision_parts(model: nn.Module) -> dict[str, Literal["tower", "projector"]]:
+    """Return name -> part for the modules and parameters of a model that only images use; {} for a model of text."""
+    decoder = decoder_name(model)
+    if not decoder or not placeholder_ids(model) or not isinstance(model, PreTrainedModel):
+        return {}
+    prefix, found = f"{model.base_model_prefix}.", dict[str, Literal["tower", "projector"]]()
+    for name, _ in itertools.chain(model.named_modules(), model.named_parameters(remove_duplicate=False)):
+        is_text = f"{name}.".startswith(f"{decoder}.") or f"{decoder}.".startswith(f"{name}.")
+        if name.startswith(prefix) and not is_text:
+            found[name] = "projector" if _PROJECTOR.search(name.removeprefix(prefix)) else "tower"
+    return found
+
+
+def frozen_vision(model: nn.Module, trained: TrainVision) -> frozenset[str]:
+    """Return the names of the modules and parameters that only images use and that are not trained."""
+    kept = {"none": (), "projector": ("projector",), "all": ("projector", "tower")}[trained]
+    return frozenset(name for name, part in vision_parts(model).items() if part not in kept)
+
+
 def transformers_model(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model: ``model`` itself, or the one that it wraps (adapters, compile)."""
     if (found := find_transformers_model(model)) is not None:
@@ -82,7 +107,7 @@ def check_extra_inputs(model: nn.Module, names: Iterable[str]) -> None:
 
     And for those of a model of images whose family may read images otherwise than the known ones.
     """
-    if missing := sorted(set(names) - inspect.signature(type(model).forward).parameters.keys()):
+    if missing := sorted(set(names) - _inputs(model)):
         raise ConfigError(
             f"{type(model).__name__}.forward has no argument {missing[0]!r}, which the samples bring as a further "
             f"input; use a model that reads it, or leave the column 'input/{missing[0]}' out of the data"
@@ -93,6 +118,15 @@ def check_extra_inputs(model: nn.Module, names: Iterable[str]) -> None:
             f"{type(model).__name__} is of the family {kind!r}, which may read images in a way of its own; images work "
             f"with {', '.join(sorted(IMAGE_FAMILIES))}, and text with all"
         )
+
+
+def _inputs(model: nn.Module) -> set[str]:
+    """Return the arguments of a model's forward, and of its backbone's if it is known to pass others on."""
+    found = set(inspect.signature(type(model).forward).parameters)
+    if isinstance(model, GenericForSequenceClassification | GenericForTokenClassification):
+        backbone: Any = model.base_model
+        found |= inspect.signature(type(backbone).forward).parameters.keys()
+    return found
 
 
 def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -55,13 +55,14 @@ def import_model_class(path: str, role: str, *, trust_model_class: bool = False)
 
     Args:
         trust_model_class: Whether any module may be imported, which runs its code; otherwise only modules of
-            transformers, and modules that are imported already.
+            transformers and of this package, and modules that are imported already.
 
     Raises:
         CheckpointError: if the class cannot be imported, or is not a transformers model.
     """
     module_name, _, name = path.partition(":")
-    if not (trust_model_class or module_name.partition(".")[0] == "transformers" or module_name in sys.modules):
+    is_known = module_name.partition(".")[0] in ("transformers", "lightning_realloc") or module_name in sys.modules
+    if not (trust_model_class or is_known):
         raise CheckpointError(
             f"{role} is a {path}, of another library than transformers, and importing it runs its code; if you trust "
             f"{module_name}, set trust_model_class=True, or --trust-model-class on the command line"

@@ -18,9 +18,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from lightning_realloc.algorithms.base.role import Role, Task
+from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.callbacks import SaveHuggingFace
 from lightning_realloc.errors import CheckpointError
+from lightning_realloc.runtime.model.model_classes import Task
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.checkpoints.adapter_files import merged_weights
 from lightning_realloc.strategies.checkpoints.export import export_checkpoint

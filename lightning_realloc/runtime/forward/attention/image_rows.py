@@ -19,7 +19,7 @@ from lightning_realloc.runtime.model.image_inputs import (
     shift_after,
     split_images,
 )
-from lightning_realloc.runtime.model.structure import decoder_name
+from lightning_realloc.runtime.model.structure import vision_parts
 
 
 def row_positions(model: PreTrainedModel, packed: PackedBatch) -> Tensor:
@@ -69,15 +69,10 @@ def tower_takes_part(model: PreTrainedModel) -> Iterator[None]:
         handle.remove()
 
 
-def _tower(model: PreTrainedModel) -> list[nn.Parameter]:
+def _tower(model: nn.Module) -> list[nn.Parameter]:
     """Return the trained parameters that only images use."""
-    decoder, head = decoder_name(model), model.get_output_embeddings()
-    of_head = set() if head is None else set(head.parameters())
-    return [
-        parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and not name.startswith(f"{decoder}.") and parameter not in of_head
-    ]
+    parts = vision_parts(model)
+    return [parameter for name, parameter in model.named_parameters() if parameter.requires_grad and name in parts]
 
 
 class _Joined(torch.autograd.Function):
