@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch import nn
 from torch.optim import SGD
 
 from lightning_realloc.algorithms.base.role import Role
+from lightning_realloc.errors import ConfigError
+from lightning_realloc.runtime.forward.token_group import TokenGroup, refuse_undivided
 from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 from tests.algorithms.base.test_vision_roles import packed_prompts, part_of
 from tests.matrices import matrix
@@ -46,6 +49,10 @@ TRAINED = {
 CASES = [(family, setting, plan) for family in VISION_FAMILIES for setting in SETTINGS for plan in TWO_RANKS]
 FEW = [("qwen3_vl", "projector", "fsdp2"), ("llava", "frozen", "tp2"), ("gemma3", "adapters", "tp2"),
        ("qwen2_vl", "adapters", "fsdp2"), ("internvl", "adapters of all", "tp2")]  # fmt: skip
+CUT: list[tuple[str, str, dict[str, int]]] = [(family, "fsdp2.cp2", {}) for family in VISION_FAMILIES]
+FEW_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+CUT += [(family, "cp4", FEW_HEADS) for family in ("qwen3_vl", "smolvlm", "llava", "llava_onevision", "internvl")]
+"""With few heads, ranks divide the queries of a row, too."""
 
 
 class States(Callback):
@@ -169,3 +176,36 @@ def test_a_critic_and_a_reward_model_read_images_as_on_one_rank(workers: WorkerP
                 assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-5)  # of a model, which rounds
             outcome.rewards = alone.rewards
         runs.check_equal_to_one_rank(outcomes, alone)
+
+
+def _train_cut(family: str, of_text: dict[str, int], plans: Sequence[Any]) -> list[Outcome]:
+    world_size, found = runs.world_size(), []
+    for plan in plans:
+        actor, reference = tiny_vision_model(family, **of_text), tiny_vision_model(family, seed=1, **of_text)
+        module = runs.grpo(actor=actor, reference=reference, optimizer=partial(SGD, lr=0.5))
+        found.append(runs.train(module, plan, world_size, BatchesWithImages(family)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "of_text"),
+    matrix(CUT, ("qwen3_vl", "cp4", FEW_HEADS), ("gemma3", "fsdp2.cp2", {}), ("smolvlm", "cp4", FEW_HEADS)),
+)
+def test_rows_with_images_are_divided_over_ranks(
+    workers: WorkerPool, family: str, layout: str, of_text: dict[str, int]
+) -> None:
+    plan = calls(actor_train=layout, actor_generate="dp4", reference_infer="cp2@2-3")
+    ((alone,),) = workers.run(_train_cut, family, of_text, ["heuristic"], world_size=1, init_process_group=False)
+    everyone = workers.run(_train_cut, family, of_text, [plan], init_process_group=False, deadline_s=150.0)
+    for outcomes in zip(*everyone, strict=True):
+        runs.check_equal_to_one_rank(outcomes, alone)
+
+
+def test_queries_of_tokens_that_see_later_ones_are_not_divided() -> None:
+    model = tiny_vision_model("gemma3", **FEW_HEADS)
+    tokens = cast(TokenGroup, SimpleNamespace(size=4, row_shares=2))
+    _, packed = packed_prompts("gemma3")
+    with pytest.raises(ConfigError, match="Gemma3ForConditionalGeneration lets the tokens of an image see later ones"):
+        refuse_undivided(model, packed, tokens)
+    tokens = cast(TokenGroup, SimpleNamespace(size=4, row_shares=1))
+    refuse_undivided(model, packed, tokens)

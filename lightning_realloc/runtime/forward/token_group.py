@@ -24,6 +24,7 @@ from lightning_realloc.errors import ConfigError
 from lightning_realloc.runtime.forward.peer_group import PeerGroup, SumOverRanks
 from lightning_realloc.runtime.forward.zigzag import QueryPiece, deal_zigzag
 from lightning_realloc.runtime.model.batching_limits import rotary_bounds
+from lightning_realloc.runtime.model.image_inputs import image_blocks, placeholder_ids
 
 
 class TokenGroup(PeerGroup):
@@ -192,10 +193,17 @@ def row_division(model: PreTrainedModel, packed: PackedBatch) -> RowDivision | N
 def refuse_undivided(model: PreTrainedModel, packed: PackedBatch, tokens: TokenGroup) -> None:
     """Raise ConfigError for inputs of which a layer needs more than a rank's slice outside of attention."""
     name = type(model).__name__
-    if packed.extras:
+    others = sorted(name for name in packed.extras if "video" in name or not placeholder_ids(model))
+    if others:
         raise ConfigError(
-            f"{name} gets the further inputs {sorted(packed.extras)}, and cp={tokens.size} divides token ids alone; "
+            f"{name} gets the further inputs {others}, and cp={tokens.size} divides token ids and images alone; "
             f"give the call a layout with cp=1"
+        )
+    if packed.extras and tokens.row_shares > 1 and image_blocks(model, packed.input_ids[0]) is not None:
+        raise ConfigError(
+            f"{name} lets the tokens of an image see later ones, and cp={tokens.size} divides the queries of a row "
+            f"over {tokens.row_shares} ranks, which look back only; give the call a layout whose cp and tp together "
+            f"divide the heads, or one with cp=1"
         )
     for kind, original in rotary_bounds(model.config):
         if packed.max_length > original:

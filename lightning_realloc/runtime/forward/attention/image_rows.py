@@ -1,8 +1,9 @@
-"""Packed rows of prompts with images: positions of tokens, the image of each token, and gradients of the tower."""
+"""Packed rows of prompts with images: positions and images of tokens, features of a slice, and gradients of towers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightning_realloc.batch.packing import PackedBatch
+from lightning_realloc.runtime.forward.token_group import RowDivision
 from lightning_realloc.runtime.model.image_inputs import (
     has_image_positions,
     image_blocks,
@@ -18,6 +20,7 @@ from lightning_realloc.runtime.model.image_inputs import (
     placeholder_ids,
     shift_after,
     split_images,
+    token_types,
 )
 from lightning_realloc.runtime.model.structure import vision_parts
 
@@ -45,6 +48,53 @@ def row_blocks(model: PreTrainedModel, packed: PackedBatch) -> Tensor | None:
     """Return the image (N,) that each of a row's tokens belongs to, -1 for text; None if images are read like text."""
     blocks = image_blocks(model, packed.input_ids[0]) if packed.extras else None
     return None if blocks is None else blocks.masked_fill(packed.response_mask, -1)
+
+
+@contextmanager
+def own_images(model: PreTrainedModel, packed: PackedBatch, division: RowDivision | None) -> Iterator[None]:
+    """Give a model that runs on a slice of the row the features of the slice's tokens, in place of the images.
+
+    The tower runs on all images of the row, inside the model's forward, where FSDP has gathered its weights.
+    """
+    if division is None or not packed.extras or not placeholder_ids(model):
+        yield
+        return
+
+    def replace(_model: nn.Module, arguments: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        images = {name: given.pop(name) for name in packed.extras.keys() & given.keys()}
+        outputs = _own_outputs(model, packed, division, images) if images else None
+        return arguments, given if outputs is None else {**given, "mm_encoder_outputs": {"image": outputs}}
+
+    handle = model.register_forward_pre_hook(replace, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _own_outputs(
+    model: PreTrainedModel, packed: PackedBatch, division: RowDivision, images: Mapping[str, Tensor]
+) -> Any | None:
+    """Return the outputs of the tower for the tokens of images in this rank's slice; None if it has none."""
+    marked = token_types(model, packed.input_ids)[0] == 1
+    numbers = division.cut(torch.where(marked, marked.cumsum(0), 0))  # from 1: the slice may end with padding
+    own = numbers[numbers > 0] - 1
+    if not len(own):
+        return None
+    base: Any = model.base_model
+    known = inspect.signature(base.get_image_features).parameters.keys()
+    outputs = base.get_image_features(**{name: images[name] for name in images.keys() & known}, return_dict=True)
+    outputs.pooler_output = _rows(outputs.pooler_output, own)
+    if (levels := getattr(outputs, "deepstack_features", None)) is not None:
+        outputs.deepstack_features = [_rows(level, own) for level in levels]
+    return outputs
+
+
+def _rows(features: Any, own: Tensor) -> Any:
+    """Return some of the rows of the features of all images, as if each were an image."""
+    if isinstance(features, Tensor):
+        return features.flatten(0, -2)[own][:, None]
+    return [torch.cat(list(features))[own]]
 
 
 @contextmanager

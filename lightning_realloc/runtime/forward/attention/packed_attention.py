@@ -25,7 +25,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.runtime.forward.attention.image_rows import row_blocks, row_positions, tower_takes_part
+from lightning_realloc.runtime.forward.attention.image_rows import (
+    own_images,
+    row_blocks,
+    row_positions,
+    tower_takes_part,
+)
 from lightning_realloc.runtime.forward.attention.packable import ATTENTION, refuse_mixed_rotations, refuse_unpackable
 from lightning_realloc.runtime.forward.attention.query_blocks import ScoreRules
 from lightning_realloc.runtime.forward.attention.segment_scores import attend_pieces, attend_whole_rows
@@ -140,17 +145,22 @@ def packed_attention(model: nn.Module, packed: PackedBatch) -> Iterator[dict[str
     try:
         inputs = {
             "input_ids": packed.input_ids if division is None else division.cut(packed.input_ids[0])[None],
-            "position_ids": positions if division is None else division.cut(positions[0])[None],
+            "position_ids": positions if division is None else _own_positions(positions, division),
             "use_cache": False,
             "packed_segments": segments,
             **further,
             **routing_arguments(model, packed, division),
         }
-        with tower_takes_part(hf_model):
+        with tower_takes_part(hf_model), own_images(hf_model, packed, division):
             yield inputs
     finally:
         attention_config(hf_model)._attn_implementation = ATTENTION
         _in_packed_forward.reset(token)
+
+
+def _own_positions(positions: Tensor, division: RowDivision) -> Tensor:
+    """Return a rank's (..., 1, n) slice of the positions (..., 1, N) of a row."""
+    return division.cut(positions.movedim(-1, 0)).movedim(0, -1)
 
 
 def segment_attention(
