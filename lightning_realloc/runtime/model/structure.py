@@ -140,14 +140,16 @@ def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
 def unused_weights(model: PreTrainedModel, unexpected: Iterable[str]) -> list[str]:
     """Return the unexpected weights of a checkpoint that belong to modules of the model, sorted.
 
-    These are additional blocks, or additional weights of a module. Ignored are modules that the model does not have,
-    such as a value head, the head of another task or a vision tower.
+    These are additional blocks, also of a tower, or additional weights of a module. Ignored are modules that the model
+    does not have, such as a value head, the head of another task or a vision tower.
     """
-    modules = {name for name, _ in model.named_modules() if name}
+    modules = dict(model.named_modules())
     lists = {block.rpartition(".")[0] for block, _ in find_blocks(model)}
+    lists |= {name for name in vision_parts(model) if isinstance(modules.get(name), nn.ModuleList)}
 
     def is_ours(name: str) -> bool:
-        return name.rpartition(".")[0] in modules or any(name.startswith(f"{blocks}.") for blocks in lists)
+        parent = name.rpartition(".")[0]
+        return (parent != "" and parent in modules) or any(name.startswith(f"{blocks}.") for blocks in lists)
 
     prefix = f"{model.base_model_prefix}."  # missing in the checkpoint of a bare backbone
     found = (name for name in unexpected if not _OLD_BUFFERS.search(name))

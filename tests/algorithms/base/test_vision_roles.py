@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
@@ -95,6 +97,29 @@ def test_a_folder_loads_with_its_tower_and_is_written_back_bit_for_bit(family: s
     assert_equal(state(again), state(model))
 
 
+def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
+    model = tiny_vision_model("qwen2_vl", tie_word_embeddings=True)
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.save_pretrained(tmp_path / "given")
+    whole, mapped = both(Role(name="actor", source=tmp_path / "given", trained=True))
+    assert_same(whole, mapped)
+    assert whole.lm_head.weight is whole.base_model.language_model.embed_tokens.weight  # type: ignore[union-attr]
+    write_running_model(whole, state(whole), None, tmp_path / "written", role="actor")
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path / "written")
+    assert again.config.tie_word_embeddings
+    assert_equal(state(again), state(model))
+
+
+def test_a_surplus_block_of_a_tower_is_refused(tmp_path: Path) -> None:
+    tiny_vision_model("smolvlm").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["vision_config"]["num_hidden_layers"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"has no place for: \S*vision_model.encoder.layers.1.layer_norm1.bias,"):
+        Role(name="actor", source=tmp_path, trained=True).build(seed=0)
+
+
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_a_config_gives_the_model_with_its_tower(family: str) -> None:
     whole, deferred = both(Role(name="actor", source=vision_config(family), trained=True))
@@ -114,14 +139,13 @@ def test_scores_equal_those_of_a_head_on_the_backbone_of_transformers(family: st
     assert_same(whole, mapped)
     scorer: Any = whole.eval()
     prompts, packed = packed_prompts(family)
-    if task == "token_classification":
-        found = packed_logits(scorer, packed)[packed.cu_seqlens[1:].long() - 1, 0]
-    else:
-        found = sequence_scores(scorer, packed)
-    for (tokens, extras), own in zip(prompts, found, strict=True):
-        states = language_model.model(**forward_arguments(family, [*tokens, 4, 3], extras), use_cache=False)[0]
-        expected = nn.functional.linear(states[0, -1], scorer.score.weight, scorer.score.bias)[0]
-        torch.testing.assert_close(own, expected, atol=1e-5, rtol=1e-5)
+    expected = []
+    for tokens, extras in prompts:
+        states = language_model.model(**forward_arguments(family, [*tokens, 4, 3], extras), use_cache=False)[0][0]
+        scores = nn.functional.linear(states, scorer.score.weight, scorer.score.bias)[:, 0]
+        expected.append(scores if task == "token_classification" else scores[-1:])
+    found = packed_logits(scorer, packed)[:, 0] if task == "token_classification" else sequence_scores(scorer, packed)
+    torch.testing.assert_close(found, torch.cat(expected), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "llava", "gemma3", "smolvlm"])
@@ -191,11 +215,17 @@ def test_adapters_are_of_the_chosen_parts(family: str, given: dict[str, Any]) ->
         assert names == {name for name, parameter in built.named_parameters() if parameter.requires_grad}
 
 
+@torch.no_grad()
 def test_saved_adapters_of_a_tower_stay_and_are_trained_if_chosen(tmp_path: Path) -> None:
     base = tmp_path / "base"
     tiny_vision_model("llava").save_pretrained(base)
-    made = Role(name="actor", source=base, trained=True, peft=LORA, train_vision="all").build(seed=0)
-    write_running_model(made, state(made), None, tmp_path / "adapters", role="actor")
+    tokens, extras = prompt_with_images("llava", (1, 2))
+    for choice in ("none", "projector", "all"):
+        made: Any = Role(name="actor", source=base, trained=True, peft=LORA, train_vision=choice).build(seed=0)
+        write_running_model(made, state(made), None, tmp_path / "adapters", role="actor")
+        theirs = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(base), tmp_path / "adapters")
+        ours, expected = (model(torch.tensor([tokens]), **extras).logits for model in (made.eval(), theirs))
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
     for choice, parts in {"none": {"text"}, "all": {"text", "projector", "tower"}}.items():
         peft = tmp_path / "adapters"
         read = Role(name="actor", source=base, trained=True, peft=peft, train_vision=choice).build(seed=1)  # type: ignore[arg-type]
