@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from lightning_realloc.errors import ConfigError
@@ -66,6 +66,19 @@ def decoder_name(model: nn.Module) -> str:
     if text is config:
         return ""
     return next((name for name, module in model.named_modules() if getattr(module, "config", None) is text), "")
+
+
+def declared_styles(model: nn.Module) -> dict[str, str]:
+    """Return transformers' tensor-parallel styles of a model.
+
+    It has none for the blocks of Qwen3-VL, which are those of Qwen3.
+    """
+    styles = dict(getattr(model, "tp_plan", None) or {})
+    text = getattr(getattr(model, "config", None), "text_config", None)
+    if getattr(text, "model_type", None) == "qwen3_vl_text":
+        plan = Qwen3Config.base_model_tp_plan or {}
+        styles |= {f"{decoder_name(model)}.{key}": style for key, style in plan.items()}
+    return styles
 
 
 def vision_parts(model: nn.Module) -> dict[str, Literal["tower", "projector"]]:

@@ -19,7 +19,7 @@ from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import TensorParallelCut, group_bounds, head_bounds
 from lightning_realloc.runtime.model.quantized import quantized_layers
 from lightning_realloc.runtime.model.stacked_experts import cut_factor, expert_adapters, feature_cuts, stacked_experts
-from lightning_realloc.runtime.model.structure import find_blocks, tied_names
+from lightning_realloc.runtime.model.structure import declared_styles, find_blocks, tied_names
 from lightning_realloc.runtime.parallel.latent_attention import LATENT, layers_of_latents
 
 COLWISE = ("colwise", "colwise_gather_output", "packed_colwise")
@@ -116,7 +116,7 @@ def with_wildcards(name: str) -> str:
 def _own_patterns(model: nn.Module, known: set[str]) -> dict[str, str]:
     """Return the entries of the model's own plan that apply to it, with our style for its stacked experts."""
     experts = stacked_experts(model)
-    own = dict(getattr(model, "tp_plan", None) or {})
+    own = declared_styles(model)
     if experts and not any("*" in key for key in own):  # none for blocks
         keys = {_spellings(name)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         own |= {key: style for key in sorted(keys) if (style := _PLAN_OF_ATTENTION.get(key.rpartition(".")[2]))}

@@ -7,8 +7,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import TensorParallelCut
+from lightning_realloc.runtime.model.structure import vision_parts
 from lightning_realloc.runtime.parallel.tp_plan import AttentionHeads, read_tp_plan, with_wildcards
 from tests.models import SIZES, tiny_model
+from tests.vision_models import VISION_FAMILIES, tiny_vision_model
 
 
 def _on_meta(model_type: str, **settings: object) -> nn.Module:
@@ -32,6 +34,15 @@ def test_heads_are_counted_from_sizes_in_the_config() -> None:
     assert cuts[f"{attention}.o_proj.weight"] == TensorParallelCut(1, num_units=4, num_groups=2)
     assert cuts["model.layers.1.mlp.down_proj.weight"] == TensorParallelCut(1)
     assert f"{attention}.q_norm.weight" not in cuts
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_all_projections_of_a_text_decoder_are_cut_and_none_of_a_tower(family: str) -> None:
+    model = tiny_vision_model(family)
+    cuts, parts, head = read_tp_plan(model).cuts, vision_parts(model), model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            assert (f"{name}.weight" in cuts) == (name not in parts), name
 
 
 def test_fused_queries_keys_and_values_of_one_head_stay_together() -> None:
