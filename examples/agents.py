@@ -132,9 +132,8 @@ class Diary(Callback):
         """Print the logged metrics."""
         if (trainer.global_step - 1) % self.every_n_steps == 0:
             seen = {name: float(value) for name, value in trainer.callback_metrics.items()}
-            console.print(
-                f"iteration {trainer.global_step:3}   reward {seen['reward']:+.2f}   turns {seen['turns']:.1f}"
-            )
+            turns = f"   turns {seen['turns']:.1f}" if "turns" in seen else ""
+            console.print(f"iteration {trainer.global_step:3}   reward {seen['reward']:+.2f}{turns}")
 
 
 def make_trainer(settings: Settings, *callbacks: Callback, logger: Logger | None = None, **limits: int) -> L.Trainer:
