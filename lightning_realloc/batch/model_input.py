@@ -50,15 +50,15 @@ class ModelInput:
         return torch.cat([self.positions[:, begin:end], after.expand(3, -1)], 1)
 
 
-def prompt_digest(token_ids: Sequence[int], extras: Mapping[str, Tensor], *, of_images: int | None = None) -> int:
+def prompt_digest(token_ids: Sequence[int], extras: Mapping[str, Tensor], *, of_inputs: int | None = None) -> int:
     """Return 63 bits of a hash of token ids and of names, shapes, dtypes and values of further inputs.
 
     Args:
-        of_images: 64 bits that tell images apart, in place of further inputs that are made of them.
+        of_inputs: 64 bits that tell further inputs apart, in place of their values.
     """
     digest = blake2b(array("q", token_ids).tobytes(), digest_size=8)
-    if of_images is not None:
-        digest.update(f"images {of_images}".encode())
+    if of_inputs is not None:
+        digest.update(f"inputs {of_inputs}".encode())
     for name in sorted(extras):
         values = extras[name].detach().cpu()
         digest.update(f"{name} {values.dtype} {tuple(values.shape)} ".encode())

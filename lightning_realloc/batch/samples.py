@@ -293,7 +293,7 @@ def model_inputs(samples: Samples) -> list[ModelInput]:
 
 def images_input(token_ids: Sequence[int], images: PromptImages, prompt_key: int = -1) -> ModelInput:
     """Return a prompt with images; -1: with a key of its token ids and images."""
-    key = prompt_digest(token_ids, {}, of_images=images.key) if prompt_key < 0 else prompt_key
+    key = prompt_digest(token_ids, {}, of_inputs=images.key) if prompt_key < 0 else prompt_key
     return ModelInput(tuple(token_ids), images.inputs, key)
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.data.shown_images import expanded, shown_images, template_part
+from lightning_realloc.data.tokenizers import needs_parts
 from lightning_realloc.errors import DataError
 
 Message = Mapping[str, Any]
@@ -170,7 +171,7 @@ def conversation_text(
         )
     images = shown_images(messages)
     turns = [_without_nulls(message) for message in plain_messages(messages, place)]
-    turns = [_without_images(message) for message in turns] if images else turns
+    turns = [_in_parts(message) for message in turns] if images or needs_parts(tokenizer) else turns
     try:
         text = tokenizer.apply_chat_template(
             turns,
@@ -308,8 +309,8 @@ def _holds_media(value: object) -> bool:
     return not isinstance(value, int | float | None)
 
 
-def _without_images(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message in parts, as templates that show images expect all, with ``type`` alone in those of images."""
+def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with a content in parts, those of images with their ``type`` alone."""
     content = message.get("content")
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]

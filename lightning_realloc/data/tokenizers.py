@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
 
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.remote_path import expand_home, is_path, require_files
+
+
+_PROBE = "a probe"
+"""Text that no chat template writes."""
+_templates_of_parts: dict[str, bool] = {}
+"""Chat template -> whether it renders contents in parts alone."""
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
@@ -51,3 +58,23 @@ def tokenizer_in(processor: ProcessorMixin) -> PreTrainedTokenizerBase:
     if tokenizer.chat_template is None:
         tokenizer.chat_template = processor.chat_template
     return tokenizer
+
+
+def needs_parts(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether a chat template renders contents in parts alone, as those of some vision-language models do."""
+    template = tokenizer.chat_template
+    if not isinstance(template, str) or "type" not in template:
+        return False
+    known = _templates_of_parts.get(template)
+    if known is None:
+        known = _templates_of_parts[template] = not _renders(tokenizer, _PROBE) and _renders(
+            tokenizer, [{"type": "text", "text": _PROBE}]
+        )
+    return known
+
+
+def _renders(tokenizer: PreTrainedTokenizerBase, content: Any) -> bool:
+    try:
+        return _PROBE in str(tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False))
+    except Exception:  # templates may raise anything
+        return False

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lightning_realloc.batch.json_column import json_column
-from lightning_realloc.batch.model_input import ModelInput
+from lightning_realloc.batch.model_input import ModelInput, prompt_digest
 from lightning_realloc.batch.samples import Column, Ragged, Samples, model_inputs
 from lightning_realloc.data.chat import Message, as_message
 from lightning_realloc.environments.columns import (
@@ -151,7 +151,8 @@ class Episodes:
                 f"describe fewer tools, or leave the row out"
             )
             return own
-        return ModelInput(ids, own.extras)
+        key = prompt_digest(ids, {}, of_inputs=own.prompt_key) if own.extras else -1
+        return ModelInput(ids, own.extras, key)
 
     def _columns(
         self, episodes: Sequence[Episode], talks: Sequence[list[Message]], errors: Sequence[str | None]

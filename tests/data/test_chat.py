@@ -16,6 +16,7 @@ from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.data.steps import StepDataModule
 from lightning_realloc.errors import DataError
 from tests.data.test_preferences import batch_of, chat
+from tests.models import byte_tokenizer
 
 STRINGS_ALONE = (
     "{% for m in messages %}{{ m.role[0] }}:{% if m.content is string %}{{ m.content }}{% endif %}{{ eos_token }}\n"
@@ -124,3 +125,16 @@ def test_rows_with_images_are_refused(column: str, value: Any) -> None:
 def test_columns_of_that_name_without_images_reach_reward_functions() -> None:
     rows = [{"prompt": "a", "image": value} for value in ("a cat on a mat", 3, None, [], {"bytes": None, "path": None})]
     assert batch_of(PromptDataModule, *rows).objects("image") == tuple(row["image"] for row in rows)
+
+
+def test_a_template_that_knows_parts_alone_renders_texts_as_parts() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message.role }}: {% for part in message.content %}"
+        "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}.{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me"}]
+
+    text = conversation_text(tokenizer, messages, "row 0", add_generation_prompt=False)
+
+    assert text.text == "user: Who?.assistant: Me."

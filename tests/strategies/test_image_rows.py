@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import SGD
 
-from lightning_realloc import PromptDataModule
+from lightning_realloc import MessageEnvironment, PromptDataModule, SamplingParams, StepResult
 from lightning_realloc.strategies import ReallocStrategy
 from tests.data.images.test_rows import drawn, user
 from tests.matrices import matrix
@@ -73,6 +73,42 @@ def test_rows_with_images_train_alike_in_every_layout(workers: WorkerPool, famil
     everyone = workers.run(_train, family, PLANS[plan], init_process_group=False, deadline_s=150.0)
 
     runs.check_equal_to_one_rank(everyone, alone)
+
+
+class Again(MessageEnvironment):
+    """Asks a second time, and then rewards the width of the row's image."""
+
+    async def reset(self, row: Mapping[str, Any]) -> None:
+        """Keep the row."""
+        self.row, self.is_over = row, False
+
+    async def step(self, message: Mapping[str, Any]) -> StepResult:
+        """Ask again once."""
+        if self.is_over:
+            return StepResult(reward=float(self.row["images"][0].width), done=True)
+        self.is_over = True
+        return StepResult([{"role": "user", "content": "b"}])
+
+
+def _converse() -> list[float]:
+    """Return the rewards of two conversations about each of two images."""
+    module = runs.grpo(
+        actor=tiny_vision_model("llava"),
+        reference=tiny_vision_model("llava"),
+        tokenizer=tiny_processor("llava"),
+        reward=None,
+        environment=Again,
+    )
+    rows = [{"prompt": user(SHOWN, "ab"), "images": [drawn(number)]} for number in (0, 1)]
+    runs.trainer(ReallocStrategy(), 1, max_steps=1).fit(module, PromptDataModule(rows, batch_size=2))
+    return [reward for rewards in module.rewards for reward in rewards]
+
+
+def test_an_environment_sees_the_images_of_its_row(workers: WorkerPool) -> None:
+    (rewards,) = workers.run(_converse, world_size=1, init_process_group=False)
+
+    assert {0.0, 16.0, 40.0} >= set(rewards)
+    assert set(rewards) & {16.0, 40.0}
 
 
 def _resume(folder: str, staleness: int) -> tuple[Outcome, Outcome]:

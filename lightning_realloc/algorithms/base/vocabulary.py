@@ -116,6 +116,11 @@ def retokenized(
     Args:
         makes_messages: Whether prompts that are text were given to the model as a user message.
     """
+    if batch.extras:
+        raise ConfigError(
+            "a model with another tokenizer than the actor's judges texts alone, and these prompts show images; give "
+            "one with the actor's tokenizer, or judge by a reward function, which gets the images"
+        )
     prompts = batch.data.get("prompt", (None,) * len(batch))
     encoded: list[list[int]] = []
     for row, (prompt, ids) in enumerate(zip(prompts, _sequences(batch), strict=True)):
