@@ -61,13 +61,6 @@ def attention_config(model: PreTrainedModel) -> PreTrainedConfig:
     return model.config.get_text_config()
 
 
-def _of_decoder(config: PreTrainedConfig, attention: str) -> str | dict[str, str]:
-    """Return transformers' setting that changes the attention of a model's text decoder alone."""
-    own = config.get_text_config()
-    parts = [name for name in config.sub_configs if getattr(config, name, None) is own]
-    return {parts[0]: attention} if parts else attention
-
-
 def check_segments(models: Iterable[nn.Module]) -> None:
     """Raise ConfigError for a model, not divided yet, whose attention does not get the segments of a pack.
 
