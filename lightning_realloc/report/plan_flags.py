@@ -6,6 +6,7 @@ import argparse
 import re
 from collections.abc import Sequence
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,70 +66,50 @@ DEFAULT_SEARCH_SECONDS = 10.0
 def plan_parser() -> ArgumentParser:
     """Return the parser of ``lightning-realloc plan``."""
     parser = ArgumentParser(prog="lightning-realloc plan", description=PLAN_HELP, exit_on_error=False)
-    add = parser.add_argument
-    add(
-        "--config",
-        action="append",
-        type=str,
-        default=[],
-        metavar="RUN.YAML",
-        help="A configuration of `fit`, which gives algorithm, models, batch, lengths, precision, devices and plan. "
-        "Flags take precedence.",
+    add, add_text = parser.add_argument, partial(parser.add_argument, type=str, default=None)
+    run_help = (
+        "A configuration of `fit`, which gives algorithm, models, batch, lengths, precision, devices and plan. Flags "
+        "take precedence."
     )
+    add_text("--config", action="append", default=[], metavar="RUN.YAML", help=run_help)
     _add_model_flags(parser)
-    add("--cluster", type=str, default=None, help='Devices, as in "h100:2x8" (nodes x devices); --check works without.')
-    add("--memory-per-device", type=str, default=None, help='Memory of a device, as in "24GiB"; overrides --cluster.')
-    add(
-        "--headroom",
-        type=float,
-        default=None,
-        help=f"Share of this memory that found plans leave free, since forecasts err; {HEADROOM:g}.",
-    )
+    add_text("--cluster", help='Devices, as in "h100:2x8" (nodes x devices); --check works without.')
+    add_text("--memory-per-device", help='Memory of a device, as in "24GiB"; overrides --cluster.')
+    room_help = f"Share of this memory that found plans leave free, since forecasts err; {HEADROOM:g}."
+    add("--headroom", type=float, default=None, help=room_help)
     _add_workload_flags(parser)
     add("--seconds", type=float, default=None, help=f"CPU seconds of search at each size; {DEFAULT_SEARCH_SECONDS:g}.")
     add("--seed", type=int, default=None, help="Seed of the search (default: 0).")
     add("--save", type=expand_home, default=None, metavar="PLAN.YAML", help="File for the best plan.")
     add("--price-per-gpu-hour", type=float, default=None, help="Price of a device per hour.")
-    add("--sweep", type=str, default=None, metavar="nodes=1,2,4", help="Search at several sizes.")
-    add("--compare", type=str, nargs=2, default=None, metavar=("A.YAML", "B.YAML"), help="Price two plans.")
-    add(
-        "--check",
-        type=str,
-        nargs="?",
-        const=OWN_PLAN,
-        default=None,
-        metavar="PLAN.YAML",
-        help="Show a plan's memory; fail if it does not fit. Without a file: the plan of --config.",
-    )
+    add_text("--sweep", metavar="nodes=1,2,4", help="Search at several sizes.")
+    add_text("--compare", nargs=2, metavar=("A.YAML", "B.YAML"), help="Price two plans.")
+    check_help = "Show a plan's memory; fail if it does not fit. Without a file: the plan of --config."
+    add_text("--check", nargs="?", const=OWN_PLAN, metavar="PLAN.YAML", help=check_help)
     return parser
 
 
 def _add_model_flags(parser: ArgumentParser) -> None:
     model = "a Hugging Face name, a folder or config.json, or a shape: layers=32,hidden=4096,intermediate=14336,..."
-    add = parser.add_argument
-    add("--algorithm", type=str, default="grpo", help=f"One of {', '.join(ALGORITHMS)}.")
-    add("--actor", type=str, default=None, help=f"Policy: {model}")
-    add("--critic", type=str, default=None, help="Default: as --reward, else as --actor.")
-    add("--reference", type=str, default=None, help='Default: as --actor, for grpo "none", which leaves it out.')
+    add = partial(parser.add_argument, type=str, default=None)
+    add("--algorithm", default="grpo", help=f"One of {', '.join(ALGORITHMS)}.")
+    add("--actor", help=f"Policy: {model}")
+    add("--critic", help="Default: as --reward, else as --actor.")
+    add("--reference", help='Default: as --actor, for grpo "none", which leaves it out.')
     add(
         "--reward",
-        type=str,
-        default=None,
         help='Default: as --critic; "none" for reward functions. Further ones: --model reward_2=...',
     )
-    add("--teacher", type=str, default=None, help="Model that distillation learns from; it has no default.")
+    add("--teacher", help="Model that distillation learns from; it has no default.")
     add(
         "--model",
         action="append",
-        type=str,
         default=[],
         metavar="ROLE=MODEL",
         help="Model of any role. If only --model is used, no role has a default model.",
     )
     add(
         "--peft",
-        type=str,
-        default=None,
         metavar="CONFIG",
         help="Adapters of trained roles, as an algorithm's peft_config: a mapping in YAML, as in "
         "'{r: 16, target_modules: all-linear}', one of these for each role, or a folder of saved ones.",
