@@ -239,7 +239,7 @@ def _sweep(request: PlanRequest, write: Write) -> bool:
 def check_plan(request: PlanRequest, write: Write) -> None:
     """Write the memory table of a plan; PlanError, after the table, if the plan does not fit."""
     flow, workload = request.dataflow, request.workload
-    plan = _plan_to_check(request).completed(flow)
+    plan = _load_plan(request.flags.check, request).completed(flow)
     world_size = 1 + max(rank for layout in plan.layouts for rank in layout.ranks)
     plan.check(flow, request.num_devices or world_size)
     roles = _roles(request, is_priced=False)
@@ -263,17 +263,13 @@ def check_plan(request: PlanRequest, write: Write) -> None:
 
 
 # ---- shared by all modes
-def _plan_to_check(request: PlanRequest) -> ExecutionPlan:
-    if request.flags.check != OWN_PLAN:
-        return _load_plan(request.flags.check, request)
-    assert request.run is not None, "--check without a file is refused without --config"
-    plan = request.run.plan()
-    refuse_offload_without_gpu(plan, "cpu" if request.is_cpu else "cuda")
-    return plan
-
-
 def _load_plan(file: str, request: PlanRequest) -> ExecutionPlan:
-    plan = ExecutionPlan.load(file)
+    """Return the plan of a file, or of ``--config`` for `OWN_PLAN`."""
+    if file == OWN_PLAN:
+        assert request.run is not None, "--check without a file is refused without --config"
+        plan = request.run.plan()
+    else:
+        plan = ExecutionPlan.load(file)
     refuse_offload_without_gpu(plan, "cpu" if request.is_cpu else "cuda")
     return plan
 
