@@ -94,10 +94,9 @@ def _group(kind: type[T], given: object, name: str) -> T:
 def _placeholder(role: str, given: object, files: str) -> PreTrainedConfig:
     """Return a configuration without sizes that has a model's name."""
     if not isinstance(given, str):
-        flag = f"--{role}" if role in ROLES else f"--model {role}="
         raise PlanError(
-            f"{files}: the model of {role} is {given!r:.60}, and plan reads names, folders and shapes; add {flag}, as "
-            f"in {flag} Qwen/Qwen3-0.6B"
+            f"{files}: the model of {role} is {given!r:.60}, and plan reads names, folders and shapes; add --{role}, "
+            f"as in --{role} Qwen/Qwen3-0.6B"
         )
     config = PreTrainedConfig()
     config.name_or_path = given
