@@ -45,7 +45,7 @@ def refuse_generation_layout(algorithm: RunnableAlgorithm, call: str, layout: La
     if layout.dims.tp > 1 and "tensor_parallel" not in CAPABILITIES[algorithm.engine]:
         raise GenerationError(
             f"{runs_in}, and engine={algorithm.engine!r} takes over whole weights from each rank; give it a layout "
-            f"with tp=1, such as dp{layout.dims.tp}, or use engine='native'"
+            f"with tp=1, such as dp{layout.dims.size}, or use engine='native'"
         )
     server = None if algorithm.generation_options.vllm is None else algorithm.generation_options.vllm.address
     if server is not None and len(layout.ranks) > 1:

@@ -54,6 +54,7 @@ def test_every_iteration_hands_weights_over_and_the_processes_end_with_the_run(
     ("layout", "address", "message"),
     [
         ("tp2", None, "engine='vllm' takes over whole weights from each rank; give it a layout with tp=1, such as dp2"),
+        ("fsdp2.tp2", None, "give it a layout with tp=1, such as dp4, or use"),
         ("fsdp2", None, "cannot generate by engine='vllm'; give it a layout with fsdp=1"),
         ("dp2", "http://127.0.0.1:9", "of 2 ranks, which would all give weights to the server http://127.0.0.1:9"),
     ],
