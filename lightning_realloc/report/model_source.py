@@ -95,7 +95,7 @@ def _read_config(role: str, source: str, is_priced: bool) -> PreTrainedConfig:
     except PlanError as error:
         if is_path(source) or source.endswith(".json"):
             raise PlanError(
-                f"--model {role}={source}: there is no such folder or file in {Path.cwd()}; give one with a "
+                f"{role}={source!r}: there is no such folder or file in {Path.cwd()}; give one with a "
                 f"config.json, a name as in Qwen/Qwen3-0.6B, or a shape as in layers=32,hidden=4096,..."
             ) from None
         try:

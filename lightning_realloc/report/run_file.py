@@ -30,6 +30,7 @@ from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.generation import SamplingParams
 from lightning_realloc.remote_path import expand_home
+from lightning_realloc.report.plan_flags import ROLES
 from lightning_realloc.report.run_algorithm import (
     ALGORITHM_NAMES,
     Content,
@@ -121,7 +122,11 @@ def read_content(files: Sequence[str]) -> dict[str, Any]:
     for file in files:
         try:
             content = get_loader("yaml")(expand_home(Path(file)).read_text(encoding="utf-8-sig"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        except OSError as error:
+            raise PlanError(
+                f"--config={file} cannot be read ({error.strerror}) in {Path.cwd()}; name another file"
+            ) from None
+        except (UnicodeDecodeError, yaml.YAMLError) as error:
             raise PlanError(f"--config={file} cannot be read as a configuration of `fit`: {error}") from None
         if not isinstance(content, Mapping):
             raise PlanError(f"--config={file} is no configuration of `fit`; it has the keys trainer, model and data")
@@ -161,7 +166,8 @@ def planned_run(content: Content, files: str, models: Mapping[str, str], peft: A
     """
     path, settings = _class_and_settings(content, "model", files)
     cls = algorithm_class(path, files)
-    settings |= models
+    known = cls.dataflow_of(ROLES).roles
+    settings |= {role: model for role, model in models.items() if role in known}  # others are refused below
     if peft is not None:
         settings["peft_config"] = peft
     module = placeholder_algorithm(cls, settings, files)

@@ -171,7 +171,13 @@ def test_flags_that_contradict_a_configuration_are_refused(tmp_path: Path) -> No
     assert "no data module of this package gives a batch_size under data; add --batch" in _refused_line(*common)
     assert parse_request([*common, "--batch", "8"]).workload.num_sequences == 8
     assert "--check without a file checks the plan of a configuration" in _refused_line("--actor", TINY, "--check")
-    assert "cannot be read as a configuration of `fit`" in _refused_line("--config", str(tmp_path / "other.yaml"))
+    assert "has no role 'critic', it has actor, reference" in _refused_line(*common, "--batch", "8", "--critic", TINY)
+    assert "other.yaml cannot be read (No such file or dir" in _refused_line("--config", str(tmp_path / "other.yaml"))
+    assert f"{tmp_path} cannot be read (Is a directory)" in _refused_line("--config", str(tmp_path))
+    file.write_text("trainer: [")
+    assert "cannot be read as a configuration of `fit`" in _refused_line("--config", str(file))
+    file.write_text(yaml.safe_dump(_with({"actor": "./nowhere"})))
+    assert "actor='./nowhere': there is no such folder or file" in _refused_line(*common)
 
 
 # ---- compared with a run
