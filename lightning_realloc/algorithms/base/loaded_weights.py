@@ -17,9 +17,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from lightning_realloc.callbacks.run_log import can_draw_bars
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, ReallocError, describe_error
 from lightning_realloc.remote_path import expand_home
 from lightning_realloc.runtime.model.adapter_layers import record_adapters
+from lightning_realloc.runtime.model.batching_limits import attends_to_later_tokens
 from lightning_realloc.runtime.model.mapped_weights import is_mapped
 from lightning_realloc.runtime.model.structure import copy_without_weights
 
@@ -113,6 +114,29 @@ def require_output(where: str, model: PreTrainedModel, missing: Iterable[str]) -
             f"{where} brings no weights for {', '.join(random)}, and random ones say nothing; give a model that was "
             f"saved as {type(model).__name__}, no classifier and no bare backbone"
         )
+
+
+def require_decoder(role: str, model: nn.Module) -> None:
+    """Raise ConfigError for a language model with an encoder's attention."""
+    if attends_to_later_tokens(model):
+        raise ConfigError(
+            f"{role} is a {type(model).__name__} whose tokens attend to later ones, as in an encoder, so it would read "
+            f"the tokens that it predicts; give a decoder such as Llama, or set is_decoder=True in its config"
+        )
+
+
+@contextmanager
+def naming_errors(role: str, config: PreTrainedConfig) -> Iterator[None]:
+    """Raise ConfigError in place of an error of transformers that makes a model from a role's configuration."""
+    try:
+        yield
+    except ReallocError:
+        raise
+    except Exception as error:  # sizes that are missing or contradict each other raise errors of any class
+        raise ConfigError(
+            f"{role}: transformers makes no model of the family {config.model_type!r} from its configuration "
+            f"({describe_error(error)}); compare config.json with that of a published model of this family"
+        ) from error
 
 
 def require_head(role: str, kind: str, missing: list[str]) -> None:

@@ -29,7 +29,9 @@ from lightning_realloc.algorithms.base.loaded_weights import (
     known_sources,
     loading_progress,
     log_whole,
+    naming_errors,
     require_complete,
+    require_decoder,
     require_head,
     require_known,
     require_output,
@@ -46,7 +48,6 @@ from lightning_realloc.data.tokenizers import describe_load_error
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.remote_path import expand_home, require_files
 from lightning_realloc.runtime.model.adapter_layers import adapted_layers, adapter_config, head_names, merge_permanently
-from lightning_realloc.runtime.model.batching_limits import attends_to_later_tokens
 from lightning_realloc.runtime.model.hub_kernels import refuse_kernels
 from lightning_realloc.runtime.model.mapped_weights import shown_as_float32, weights_left_in_files, widen
 from lightning_realloc.runtime.model.model_classes import AUTO_CLASSES, Task, is_of_another_task, model_class
@@ -182,12 +183,8 @@ class Role:
                 model = self._load(self.source, adapters, allow_missing=allow_missing, deferred=deferred)
             with shown_as_float32(model) if deferred else nullcontext():
                 self._adapt(model, adapters)
-        if self.task == "causal_lm" and attends_to_later_tokens(model):
-            raise ConfigError(
-                f"{self.name} is a {type(model).__name__} whose tokens attend to later ones, as in an encoder, so it "
-                f"would read the tokens that it predicts; give a decoder such as Llama, or set is_decoder=True in its "
-                f"config"
-            )
+        if self.task == "causal_lm":
+            require_decoder(self.name, model)
         record_untied_weights(model)
         # Lightning warns about modules in eval mode; every call sets its own mode.
         return model.train()
@@ -196,6 +193,9 @@ class Role:
         """Return the model without weights, on the meta device.
 
         A given module with the required head is returned unchanged.
+
+        Raises:
+            ConfigError: as `build`, and for a configuration that no model can be made from.
         """
         self._check_config()
         source, adapters = self.source, self._adapters()
@@ -208,7 +208,10 @@ class Role:
         assert config is not None, "models of transformers, names and folders have one"
         quantization = read_quantization(self.quantization, config, self.name)
         with torch.device("meta"):
-            model = self._from_config(config)
+            with naming_errors(self.name, config):
+                model = self._from_config(config)
+            if self.task == "causal_lm":
+                require_decoder(self.name, model)
             if quantization is not None:
                 quantize_description(model, without_heads(quantization, head_names(model)))
             return self._adapt(model, adapters)

@@ -16,8 +16,16 @@ def test_an_encoder_is_no_language_model_unless_it_is_a_decoder() -> None:
     for source in (config, AutoModelForCausalLM.from_config(config)):
         with pytest.raises(ConfigError, match="actor is a BertLMHeadModel whose tokens attend to later ones"):
             Role(name="actor", source=source, trained=True).build(seed=0)
+    with pytest.raises(ConfigError, match="actor is a BertLMHeadModel whose tokens attend to later ones"):
+        Role(name="actor", source=config, trained=True).describe()
     Role(name="reward", source=config, trained=True, task="sequence_classification").build(seed=0)
     Role(name="actor", source=AutoConfig.for_model("bert", **SIZES, is_decoder=True), trained=True).build(seed=0)
+
+
+def test_a_configuration_that_no_model_can_be_made_from_is_named() -> None:
+    config = AutoConfig.for_model("llama", **{**SIZES, "pad_token_id": 500})
+    with pytest.raises(ConfigError, match=r"critic: transformers makes no model of the family 'llama' .*Padding_idx"):
+        Role(name="critic", source=config, trained=True, task="token_classification").describe()
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *EXPERT_FAMILIES, *SCORING_FAMILIES])
