@@ -121,10 +121,10 @@ def _load_config(role: str, source: str, is_priced: bool) -> PreTrainedConfig:
 def _pricing_obstacle(text: Any, role: RoleMemory) -> str | None:
     """Return the reason why a mixture of experts has no time estimate; None if there is none."""
     experts = declared_experts(text)
-    if experts < 2:
+    if experts < 2 and role.model.ep_refusal is not None:  # some declare experts by names of their own
         return None
     if role.shape is None or role.shape.experts is None:
-        return f"is a mixture of {experts} experts and does not say how it uses them"
+        return f"is a mixture of{f' {experts}' if experts else ''} experts and does not say how it uses them"
     attention: dict[int, set[str]] = {block: set() for block in range(role.model.num_blocks)}
     for param in role.model.params:
         if param.block is not None and "attn" in param.name:

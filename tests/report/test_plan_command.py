@@ -248,6 +248,10 @@ def test_mixtures_of_experts_are_planned_if_their_config_describes_them(
 
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 9}))
     assert "is a mixture of 8 experts and does not say how" in refused("--actor", str(tmp_path), *SMALL)
+    del config["num_local_experts"], config["num_experts_per_tok"]
+    own = {**config, "model_type": "aria_text", "moe_num_experts": 4, "moe_topk": 2}  # names that no other family has
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    assert "is a mixture of experts and does not say how it uses them" in refused("--actor", str(tmp_path), *SMALL)
 
 
 def test_models_without_tensor_parallelism_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
