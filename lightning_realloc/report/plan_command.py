@@ -37,6 +37,11 @@ from lightning_realloc.report.plan_report import (
     timeline_table,
 )
 from lightning_realloc.report.plan_request import PlanRequest, parse_request
+from lightning_realloc.strategies.generation_limits import (
+    option_without_lockstep,
+    option_without_stages,
+    refuse_generation_layouts,
+)
 from lightning_realloc.strategies.pool.memory_check import refuse_offload_without_gpu, settings_of_precision
 from lightning_realloc.tuning.estimate.hardware import CPU_EFFICIENCY
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
@@ -242,6 +247,8 @@ def check_plan(request: PlanRequest, write: Write) -> None:
     plan = _load_plan(request.flags.check, request).completed(flow)
     world_size = 1 + max(rank for layout in plan.layouts for rank in layout.ranks)
     plan.check(flow, request.num_devices or world_size)
+    if request.run is not None:
+        refuse_generation_layouts(request.run.module, flow, plan)
     roles = _roles(request, is_priced=False)
     plan.check_models(flow, {name: role.model for name, role in roles.items()})
 
@@ -292,7 +299,7 @@ def _settings(request: PlanRequest) -> MemorySettings:
 def _task(request: PlanRequest) -> PlanningTask:
     cluster, budget = request.cluster, request.memory_budget
     assert cluster is not None and budget is not None, "only a check needs no cluster"
-    roles = _roles(request, is_priced=True)
+    roles, module = _roles(request, is_priced=True), None if request.run is None else request.run.module
     return PlanningTask(
         dataflow=request.dataflow,
         roles=roles,
@@ -302,6 +309,8 @@ def _task(request: PlanRequest) -> PlanningTask:
         memory_budget=budget,
         headroom=request.headroom,
         generation_chunks=request.flags.generation_chunks,
+        generates_in_stages=module is None or option_without_stages(module) is None,
+        generates_in_lockstep=module is None or option_without_lockstep(module) is None,
     )
 
 

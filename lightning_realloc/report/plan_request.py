@@ -161,7 +161,7 @@ def _workload(flags: Any, run: RunFile | None) -> Workload:
         prompt_tokens=flags.prompt_length,
         response_tokens=flags.response_length,
         micro_batch_tokens=flags.micro_batch_tokens or default_tokens,
-        group_size=ALGORITHMS[flags.algorithm].group_size if run is None else run.group_size,
+        group_size=ALGORITHMS[flags.algorithm].group_size if run is None else run.module.group_size,
         num_minibatches=flags.num_minibatches,
         num_epochs=1 if run is None else run.options.num_epochs,
         samples_per_prompt=flags.responses_per_prompt,

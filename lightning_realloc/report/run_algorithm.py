@@ -7,7 +7,7 @@ has a model's name stands for the model, and a placeholder for a reward function
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -19,10 +19,10 @@ from lightning_realloc.algorithms.losses.kl import KL
 from lightning_realloc.algorithms.rollout.rewarded import RewardedModule
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.errors import PlanError, ReallocError
-from lightning_realloc.generation import SamplingParams
+from lightning_realloc.generation import RolloutBudget, SamplingParams, Speculation, VLLMOptions
 from lightning_realloc.report.plan_flags import ALGORITHMS, ROLES
+from lightning_realloc.setting_hints import describe_unknown_settings, settings_of
 
-T = TypeVar("T")
 Content = Mapping[str, Any]
 """A mapping of a configuration."""
 
@@ -33,8 +33,12 @@ _GROUPS: Mapping[str, type] = {
     "kl": KL,
     "train_options": TrainOptions,
     "critic_train_options": TrainOptions,
+    "generation": GenerationOptions,
+    "rollout_budget": RolloutBudget,
+    "vllm": VLLMOptions,
+    "speculation": Speculation,
 }
-"""Settings of an algorithm that are groups of settings."""
+"""Settings of an algorithm, or of another group, that are groups of settings."""
 _VALUES = ("kl_coef", "ratio_to", "engine", "divergence", "reward_tokenizer", "reward_weights", "peft_config")
 """Further settings that calls, roles and lengths follow from."""
 
@@ -75,20 +79,25 @@ def placeholder_algorithm(cls: type[MultiModelModule], settings: Content, files:
         kept["reward"] = _rewards(settings.get("reward"), files)
     try:
         cls.check_settings({**settings, "peft_config": kept["peft_config"]})
-        generation = settings.get("generation") or {}
-        if isinstance(generation, Mapping) and generation.get("router_replay"):
-            kept["generation"] = GenerationOptions(router_replay=True)
-        kept |= {name: _group(kind, settings[name], name) for name, kind in _GROUPS.items() if settings.get(name)}
-        return cls(**kept)
+        return cls(**kept, **{name: _group(name, settings[name]) for name in _GROUPS if settings.get(name)})
     except (ReallocError, TypeError) as error:
         raise PlanError(f"{files}: model: {error}") from None
 
 
-def _group(kind: type[T], given: object, name: str) -> T:
+def refuse_unknown_settings(cls: type, settings: Content, place: str) -> None:
+    """Raise PlanError for settings that a class does not have, with those that are probably meant."""
+    if unknown := [name for name in settings if name not in settings_of(cls)]:
+        raise PlanError(f"{place}: {describe_unknown_settings(cls, unknown)}")
+
+
+def _group(name: str, given: object) -> Any:
+    """Construct a group of settings, and groups in it. A class may be named with them."""
     settings = given.get("init_args", given) if isinstance(given, Mapping) else given
     if not isinstance(settings, Mapping):
         raise PlanError(f"{name} is {given!r:.60}; write its settings as a mapping")
-    return kind(**settings)
+    return _GROUPS[name](
+        **{key: _group(key, value) if key in _GROUPS and value else value for key, value in settings.items()}
+    )
 
 
 def _placeholder(role: str, given: object, files: str) -> PreTrainedConfig:

@@ -38,7 +38,9 @@ from lightning_realloc.report.run_algorithm import (
     model_name,
     own_name,
     placeholder_algorithm,
+    refuse_unknown_settings,
 )
+from lightning_realloc.strategies.realloc import ReallocStrategy
 from lightning_realloc_autoload import STRATEGIES
 
 _DATA_MODULES: Mapping[str, type[RowDataModule]] = {
@@ -56,18 +58,12 @@ class RunFile:
 
     files: str
     """Names of its files, for messages."""
-    algorithm: str
-    """Name of its algorithm for ``--algorithm``."""
+    module: MultiModelModule
+    """Its algorithm, without models and reward functions."""
     roles: tuple[Role, ...]
     """The algorithm's roles. A source is a configuration without sizes, whose name is that of the model."""
     shares: Mapping[str, str]
     """Role -> role whose model it shares, without that role's adapters."""
-    dataflow: Dataflow
-    """Calls of the algorithm."""
-    group_size: int
-    """Sequences that stay together in a micro-batch."""
-    options: TrainOptions
-    """Training options of the first trained role, as in the run's own forecast."""
     devices: tuple[int, int] | None
     """Nodes, and devices of each; None if the run takes all devices of a machine."""
     plan_source: Any
@@ -76,6 +72,16 @@ class RunFile:
     """Flags of ``lightning-realloc plan`` that say the same, as far as the file does."""
     notes: tuple[str, ...]
     """Settings that change memory and are not counted."""
+
+    @property
+    def dataflow(self) -> Dataflow:
+        """Calls of the algorithm."""
+        return self.module.dataflow
+
+    @property
+    def options(self) -> TrainOptions:
+        """Training options of the first trained role, as in the run's own forecast."""
+        return self.module.train_options_of(self.dataflow.trained_roles[0])
 
     @property
     def sources(self) -> dict[str, str]:
@@ -172,25 +178,21 @@ def planned_run(content: Content, files: str, models: Mapping[str, str], peft: A
         settings["peft_config"] = peft
     module = placeholder_algorithm(cls, settings, files)
     roles = _roles(module, models, files)
-    trainer = content.get("trainer") or {}
+    trainer = _mapping(content.get("trainer"), "trainer", files)
     strategy = _strategy_settings(trainer.get("strategy"), files)
-    options = module.train_options_of(module.dataflow.trained_roles[0])
     sampling = getattr(module, "sampling", None)
-    devices = _devices(trainer)
+    devices = _devices(trainer, files)
     return RunFile(
         files=files,
-        algorithm=ALGORITHM_NAMES[cls.__name__],
+        module=module,
         roles=roles,
         shares=_shares(roles, settings),
-        dataflow=module.dataflow,
-        group_size=module.group_size,
-        options=options,
         devices=devices,
         plan_source=strategy.get("plan") or "heuristic",
         flags={
             "algorithm": ALGORITHM_NAMES[cls.__name__],
-            "num_minibatches": options.num_minibatches,
-            **_trainer_flags(trainer, strategy, devices, settings),
+            "num_minibatches": module.train_options_of(module.dataflow.trained_roles[0]).num_minibatches,
+            **_trainer_flags(trainer, strategy, devices, settings, files),
             **_sequence_flags(content, sampling, files),
         },
         notes=_notes(settings),
@@ -206,7 +208,23 @@ def _class_and_settings(content: Content, key: str, files: str) -> tuple[str, di
             f"{files}: the key {key} must name a class, as in {key}: {{class_path: ..., init_args: {{...}}}}; it is "
             f"{given!r:.60}"
         )
-    return given["class_path"], dict(given.get("init_args") or {})
+    return given["class_path"], _mapping(given.get("init_args"), f"{key}.init_args", files)
+
+
+def _mapping(given: object, key: str, files: str) -> dict[str, Any]:
+    """Return a copy of a mapping, empty for None. Raises PlanError for another value of the key."""
+    if given is not None and not isinstance(given, Mapping):
+        raise PlanError(f"{files}: the key {key} is {given!r:.60}; write a mapping of settings to values")
+    return dict(given or {})
+
+
+def _count(given: object, key: str, files: str) -> int | None:
+    """Return a whole number of at least 1, or None. Raises PlanError for another value of the key."""
+    if given is None:
+        return None
+    if not str(given).isdecimal() or not int(str(given)):
+        raise PlanError(f"{files}: the key {key} is {given!r:.60}; write a whole number of at least 1")
+    return int(str(given))
 
 
 def _roles(module: MultiModelModule, models: Mapping[str, str], files: str) -> tuple[Role, ...]:
@@ -238,10 +256,11 @@ def _strategy_settings(given: object, files: str) -> Content:
     path, settings = _class_and_settings({"trainer.strategy": given}, "trainer.strategy", files)
     if path.rpartition(".")[2] != "ReallocStrategy":
         raise PlanError(f"{files}: trainer.strategy={path} runs no plans; use realloc, or ReallocStrategy")
+    refuse_unknown_settings(ReallocStrategy, settings, f"{files}: trainer.strategy")
     return settings
 
 
-def _devices(trainer: Content) -> tuple[int, int] | None:
+def _devices(trainer: Content, files: str) -> tuple[int, int] | None:
     """Return nodes, and devices of each; None if the run takes all that there are."""
     given: Any = trainer.get("devices")
     if isinstance(given, str):
@@ -249,16 +268,17 @@ def _devices(trainer: Content) -> tuple[int, int] | None:
     count = len(given) if isinstance(given, list | tuple) else int(given) if str(given).isdecimal() else 0
     if not count and trainer.get("accelerator") == "cpu":
         count = 1
-    return (int(trainer.get("num_nodes") or 1), count) if count else None
+    return (_count(trainer.get("num_nodes"), "trainer.num_nodes", files) or 1, count) if count else None
 
 
 def _trainer_flags(
-    trainer: Content, strategy: Content, devices: tuple[int, int] | None, settings: Content
+    trainer: Content, strategy: Content, devices: tuple[int, int] | None, settings: Content, files: str
 ) -> dict[str, Any]:
     precision = str(trainer.get("precision"))
+    chunks = _count(strategy.get("generation_chunks"), "trainer.strategy.init_args.generation_chunks", files)
     flags = {
         "precision": _PRECISIONS.get(precision, precision),
-        "generation_chunks": strategy.get("generation_chunks"),
+        "generation_chunks": chunks,
         "memory_per_device": strategy.get("memory_per_device"),
         "cluster": strategy.get("cluster") if isinstance(strategy.get("cluster"), str) else None,
         "peft": _flow_text(settings.get("peft_config")),
@@ -283,13 +303,18 @@ def _sequence_flags(content: Content, sampling: SamplingParams | None, files: st
     if content.get("data") is None:
         return flags
     path, settings = _class_and_settings(content, "data", files)
-    cls, rows = _DATA_MODULES.get(own_name(path)), settings.get("batch_size")
-    if cls is not None and rows is not None:
-        flags["batch"] = int(rows) * cls.group_size * num_responses
-    if settings.get("max_prompt_tokens") is not None:
-        flags["prompt_length"] = int(settings["max_prompt_tokens"])
-    if settings.get("max_tokens") is not None:  # of both together; a response may have all but one
-        flags |= {"prompt_length": 1, "response_length": max(1, int(settings["max_tokens"]) - 1)}
+    rows, longest_prompt, longest = (
+        _count(settings.get(name), f"data.init_args.{name}", files)
+        for name in ("batch_size", "max_prompt_tokens", "max_tokens")
+    )
+    if (cls := _DATA_MODULES.get(own_name(path))) is not None:
+        refuse_unknown_settings(cls, settings, f"{files}: data")
+        if rows is not None:
+            flags["batch"] = rows * cls.group_size * num_responses
+    if longest_prompt is not None:
+        flags["prompt_length"] = longest_prompt
+    if longest is not None:  # of both together; a response may have all but one
+        flags |= {"prompt_length": 1, "response_length": max(1, longest - 1)}
     return flags
 
 

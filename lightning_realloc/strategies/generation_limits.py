@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from lightning_realloc.dataflow.dataflow import Dataflow
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.core.capabilities import CAPABILITIES
 from lightning_realloc.layout import Layout
@@ -31,6 +33,13 @@ def option_without_stages(algorithm: RunnableAlgorithm) -> str | None:
         "drafting by the first blocks": speculation is not None and speculation.drafter == "blocks",
     }
     return next((option for option, is_set in asked.items() if is_set), None)
+
+
+def refuse_generation_layouts(algorithm: RunnableAlgorithm, dataflow: Dataflow, plan: ExecutionPlan) -> None:
+    """Raise GenerationError for a plan in which a call of an iteration cannot follow an option of generation."""
+    for call in dataflow.iteration_calls:
+        if call.kind == "generate":
+            refuse_generation_layout(algorithm, call.name, plan.layout(call.name))
 
 
 def refuse_generation_layout(algorithm: RunnableAlgorithm, call: str, layout: Layout) -> None:

@@ -132,6 +132,29 @@ def test_the_plan_of_a_configuration_is_checked(tmp_path: Path, capsys: pytest.C
     assert "rank" in _refused_line("--config", str(file), "--check", "--actor", TINY)
 
 
+@pytest.mark.parametrize(
+    ("settings", "layout", "message"),
+    [
+        ({"engine": "hf"}, "fsdp2", "cannot generate by engine='hf'; give it a layout with fsdp=1"),
+        ({"generation": {"batch_invariant": True}}, "pp2", "batch_invariant=True needs all layers on a rank"),
+        ({"speculation": {"drafter": "blocks", "draft_blocks": 1}}, "pp2", "drafting by the first blocks needs all la"),
+    ],
+)
+def test_generation_follows_the_options_of_the_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], layout: str, message: str
+) -> None:
+    calls = {"actor.generate": layout, "actor.train": "fsdp2"}
+    strategy = {"class_path": "ReallocStrategy", "init_args": {"plan": {"calls": calls}}}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(_with({**settings, "kl_coef": 0}, trainer={"devices": 2, "strategy": strategy})))
+    common = ("--config", str(file), "--actor", TINY)
+    assert f"actor.generate runs in the layout {layout}@0-1" in (refused := _refused_line(*common, "--check"))
+    assert message in refused
+    cli.run(["plan", *common, "--cluster", "h100", "--seconds", "0.1", "--save", str(tmp_path / "plan.yaml")])
+    dims = ExecutionPlan.load(tmp_path / "plan.yaml").layout("actor.generate").dims
+    assert dims.pp == dims.fsdp == 1 and "Best plan found" in capsys.readouterr().out
+
+
 def test_router_replay_of_a_model_without_routers_is_refused() -> None:
     content = _with({"generation": {"router_replay": True}, "kl_coef": 0.0})
     run = _run(content)
@@ -157,8 +180,39 @@ def test_what_a_plan_cannot_read_is_refused_with_key_and_way_out() -> None:
     assert "the run of run.yaml has no role 'reference', it has actor" in _refused(
         _with({"kl_coef": 0}), reference="org/other"
     )
+    assert "run.yaml: model: GenerationOptions has no setting router_reply; did you mean router_replay=?" in _refused(
+        _with({"generation": {"router_reply": True}})
+    )
     plan = {"class_path": "ReallocStrategy", "init_args": {"plan": {"calls": {"actor.train": "fsdp0"}}}}
     assert "run.yaml: trainer.strategy.init_args.plan: calls.actor.train" in _refused(_with(trainer={"strategy": plan}))
+
+
+def _with_data(**settings: Any) -> dict[str, Any]:
+    return _with(data={"class_path": "PromptDataModule", "init_args": settings})
+
+
+def _with_strategy(**settings: Any) -> dict[str, Any]:
+    return _with(trainer={"strategy": {"class_path": "ReallocStrategy", "init_args": settings}})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (_with_data(batch_size="many"), "the key data.init_args.batch_size is 'many'; write a whole number of at"),
+        (_with_data(max_prompt_tokens=-5), "the key data.init_args.max_prompt_tokens is -5; write"),
+        (_with_data(max_prompt_token=5), "data: PromptDataModule has no setting max_prompt_token; did you mean max_p"),
+        (
+            _with(data={"class_path": "PromptDataModule", "init_args": [1]}),
+            "the key data.init_args is [1]; write a map",
+        ),
+        (_with_strategy(generation_chunks="x"), "the key trainer.strategy.init_args.generation_chunks is 'x'; write"),
+        (_with_strategy(plann="static"), "trainer.strategy: ReallocStrategy has no setting plann; did you mean plan=?"),
+        (_with(trainer={"devices": 2, "num_nodes": "two"}), "the key trainer.num_nodes is 'two'; write a whole"),
+        (_with(trainer=[1]), "the key trainer is [1]; write a mapping"),
+    ],
+)
+def test_keys_and_values_that_a_run_would_refuse_are_named(content: dict[str, Any], message: str) -> None:
+    assert f"run.yaml: {message}" in _refused(content)
 
 
 def test_flags_that_contradict_a_configuration_are_refused(tmp_path: Path) -> None:

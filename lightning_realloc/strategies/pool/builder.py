@@ -32,7 +32,7 @@ from lightning_realloc.runtime.transfer.shared_memory import shared_memory_obsta
 from lightning_realloc.strategies.generation_limits import (
     option_without_lockstep,
     option_without_stages,
-    refuse_generation_layout,
+    refuse_generation_layouts,
 )
 from lightning_realloc.strategies.largest_workload import largest_workload
 from lightning_realloc.strategies.pool.memory_check import (
@@ -142,9 +142,8 @@ class PoolBuilder:
 
     def refuse_generation_layouts(self, plan: ExecutionPlan) -> None:
         """Raise GenerationError for a generating call whose layout cannot follow the algorithm's options."""
-        generating = (call for call in self.dataflow.iteration_calls if call.kind == "generate")
-        for call in generating if self.policies.reallocation.enabled else ():  # else each role stays in one layout
-            refuse_generation_layout(self.module, call.name, plan.layout(call.name))
+        if self.policies.reallocation.enabled:  # else each role stays in one layout
+            refuse_generation_layouts(self.module, self.dataflow, plan)
 
     def _make_plan(self, source: NamedPlan, specs: Mapping[str, ModelSpec]) -> ExecutionPlan:
         """Return the plan itself, or make the one that is named; see `heuristic_plan`."""
