@@ -38,8 +38,8 @@ from lightning_realloc.report.plan_report import (
 )
 from lightning_realloc.report.plan_request import PlanRequest, parse_request
 from lightning_realloc.strategies.generation_limits import (
-    option_without_lockstep,
-    option_without_stages,
+    GenerationLimits,
+    generation_limits,
     refuse_generation_layouts,
 )
 from lightning_realloc.strategies.pool.memory_check import refuse_offload_without_gpu, settings_of_precision
@@ -299,7 +299,8 @@ def _settings(request: PlanRequest) -> MemorySettings:
 def _task(request: PlanRequest) -> PlanningTask:
     cluster, budget = request.cluster, request.memory_budget
     assert cluster is not None and budget is not None, "only a check needs no cluster"
-    roles, module = _roles(request, is_priced=True), None if request.run is None else request.run.module
+    roles = _roles(request, is_priced=True)
+    limits: GenerationLimits = {} if request.run is None else generation_limits(request.run.module)
     return PlanningTask(
         dataflow=request.dataflow,
         roles=roles,
@@ -309,8 +310,7 @@ def _task(request: PlanRequest) -> PlanningTask:
         memory_budget=budget,
         headroom=request.headroom,
         generation_chunks=request.flags.generation_chunks,
-        generates_in_stages=module is None or option_without_stages(module) is None,
-        generates_in_lockstep=module is None or option_without_lockstep(module) is None,
+        **limits,
     )
 
 

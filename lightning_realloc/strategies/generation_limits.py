@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.core.capabilities import CAPABILITIES
 from lightning_realloc.layout import Layout
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
+
+
+class GenerationLimits(TypedDict, total=False):
+    """Fields of a `PlanningTask` about layouts of generation; those that are left out are True."""
+
+    generates_in_stages: bool
+    generates_in_lockstep: bool
+    generates_in_tensor_parallel: bool
 
 
 def option_without_lockstep(algorithm: RunnableAlgorithm) -> str | None:
@@ -35,6 +45,20 @@ def option_without_stages(algorithm: RunnableAlgorithm) -> str | None:
     return next((option for option, is_set in asked.items() if is_set), None)
 
 
+def can_divide_tensors(algorithm: RunnableAlgorithm) -> bool:
+    """Return whether ranks of a generating call may divide tensors."""
+    return "tensor_parallel" in CAPABILITIES[algorithm.engine]
+
+
+def generation_limits(algorithm: RunnableAlgorithm) -> GenerationLimits:
+    """Return the layouts in which the options of an algorithm let it generate."""
+    return {
+        "generates_in_stages": option_without_stages(algorithm) is None,
+        "generates_in_lockstep": option_without_lockstep(algorithm) is None,
+        "generates_in_tensor_parallel": can_divide_tensors(algorithm),
+    }
+
+
 def refuse_generation_layouts(algorithm: RunnableAlgorithm, dataflow: Dataflow, plan: ExecutionPlan) -> None:
     """Raise GenerationError for a plan in which a call of an iteration cannot follow an option of generation."""
     for call in dataflow.iteration_calls:
@@ -51,7 +75,7 @@ def refuse_generation_layout(algorithm: RunnableAlgorithm, call: str, layout: La
             f"{runs_in}, whose ranks hold a stage each, and {asked} needs all layers on a rank; leave it out, or give "
             f"{call} a layout with pp=1"
         )
-    if layout.dims.tp > 1 and "tensor_parallel" not in CAPABILITIES[algorithm.engine]:
+    if layout.dims.tp > 1 and not can_divide_tensors(algorithm):
         raise GenerationError(
             f"{runs_in}, and engine={algorithm.engine!r} takes over whole weights from each rank; give it a layout "
             f"with tp=1, such as dp{layout.dims.size}, or use engine='native'"

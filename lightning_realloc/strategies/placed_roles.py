@@ -17,7 +17,15 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
-from lightning_realloc.errors import ConfigError, DataError, DeviceFull, PlanError, RankLost, require_choice
+from lightning_realloc.errors import (
+    ConfigError,
+    DataError,
+    DeviceFull,
+    GenerationError,
+    PlanError,
+    RankLost,
+    require_choice,
+)
 from lightning_realloc.layout import Layout, ModelLayout
 from lightning_realloc.remote_path import local_folder
 from lightning_realloc.runtime.measure.allocators import collect_garbage, give_back_freed_memory
@@ -293,7 +301,10 @@ class PlacedRoles:
                 "after every iteration except an epoch's last; use max_staleness=0 where plans change"
             )
         builder, running = self.builder(), self.pool.plan
-        wanted = builder.choose_plan(plan)
+        try:
+            wanted = builder.choose_plan(plan)
+        except GenerationError as error:
+            raise PlanError(str(error)) from error
         if wanted == running:
             return
         try:

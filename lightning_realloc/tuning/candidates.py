@@ -139,6 +139,7 @@ class PlanEvaluator:
                 workload=task.workload,
                 generates_in_stages=task.generates_in_stages,
                 generates_in_lockstep=task.generates_in_lockstep,
+                generates_in_tensor_parallel=task.generates_in_tensor_parallel,
             ).completed(task.dataflow)
         except ReallocError:
             return

@@ -31,7 +31,7 @@ from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
 from lightning_realloc.strategies.calls.overlap import OverlapOptions
-from lightning_realloc.strategies.generation_limits import option_without_lockstep, option_without_stages
+from lightning_realloc.strategies.generation_limits import generation_limits
 from lightning_realloc.strategies.measure.profiler import MAX_BLOCKS, MAX_DECODE_BLOCKS, OutOfTimeError, Profiler
 from lightning_realloc.strategies.measure.subjects import Machine, ProfileRequest, SubjectMaker
 from lightning_realloc.strategies.pool.builder import PoolBuilder
@@ -322,8 +322,7 @@ def make_plan_evaluator(
         memory_budget=builder.memory_budget,
         overlap=overlap.overlap,
         generation_chunks=overlap.generation_chunks,
-        generates_in_stages=option_without_stages(module) is None,
-        generates_in_lockstep=option_without_lockstep(module) is None,
+        **generation_limits(module),
         delays_weight_gradients=not any(module.train_options_of(role).compile for role in dataflow.trained_roles),
     )
     return PlanEvaluator(task=task, estimate=estimate, lengths=typical)

@@ -30,8 +30,7 @@ from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.transfer.shared_memory import shared_memory_obstacle
 from lightning_realloc.strategies.generation_limits import (
-    option_without_lockstep,
-    option_without_stages,
+    generation_limits,
     refuse_generation_layouts,
 )
 from lightning_realloc.strategies.largest_workload import largest_workload
@@ -159,8 +158,7 @@ class PoolBuilder:
             world_size=self.facts.world_size,
             element_bytes=self.options.copy_dtype.itemsize,
             sharers=self.options.sharers,
-            generates_in_stages=option_without_stages(self.module) is None,
-            generates_in_lockstep=option_without_lockstep(self.module) is None,
+            **generation_limits(self.module),
         )
 
     def choose_plan(self, source: NamedPlan) -> ExecutionPlan:
@@ -169,7 +167,7 @@ class PoolBuilder:
         Reads only the models' configurations. Collective over all ranks.
 
         Raises:
-            PlanError: see `plan`.
+            PlanError: see `plan`, also for further errors.
         """
         roles = self.describe_roles()
         if all(gather_objects(source == "heuristic")):  # else ranks were given different plans, which is refused below
@@ -222,8 +220,7 @@ class PoolBuilder:
             settings=settings,
             workload=workload,
             memory_budget=min(gather_objects(self.memory_budget)),
-            generates_in_stages=option_without_stages(self.module) is None,
-            generates_in_lockstep=option_without_lockstep(self.module) is None,
+            **generation_limits(self.module),
         )
         return default_plan(task, phase_bytes, world_size=self.facts.world_size)
 

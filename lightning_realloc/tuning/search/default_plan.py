@@ -269,6 +269,7 @@ class _Candidates:
             workload=task.workload,
             generates_in_stages=task.generates_in_stages,
             generates_in_lockstep=task.generates_in_lockstep,
+            generates_in_tensor_parallel=task.generates_in_tensor_parallel,
             orders_ranks=orders_ranks,
         ).completed(task.dataflow)
 

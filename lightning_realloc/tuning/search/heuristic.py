@@ -45,6 +45,7 @@ def heuristic_plan(
     workload: Workload | None = None,
     generates_in_stages: bool = True,
     generates_in_lockstep: bool = True,
+    generates_in_tensor_parallel: bool = True,
     orders_ranks: bool = True,
 ) -> ExecutionPlan:
     """Return layouts that follow from the number of ranks, the models' sizes and the memory of a device.
@@ -64,6 +65,7 @@ def heuristic_plan(
         workload: Number and lengths of samples; None: unknown.
         generates_in_stages: Whether generating calls may run in pipeline stages.
         generates_in_lockstep: Whether ranks of a generating call may run each block together.
+        generates_in_tensor_parallel: Whether they may divide tensors.
         orders_ranks: Whether to look for the order of ranks, which takes seconds for a thousand; if not, they ascend.
     """
     for call in dataflow.model_calls:
@@ -85,6 +87,7 @@ def heuristic_plan(
                 home,
                 in_stages=call.kind != "generate" or generates_in_stages,
                 in_lockstep=not call.partners and (call.kind != "generate" or generates_in_lockstep),
+                divides_tensors=call.kind != "generate" or generates_in_tensor_parallel,
             )
         if layout is None:
             layout = ranks.sharded(ranks.all if home is None else home.ranks)
@@ -143,6 +146,7 @@ class _Ranks:
         *,
         in_stages: bool = True,
         in_lockstep: bool = True,
+        divides_tensors: bool = True,
     ) -> Layout | None:
         """Return the layout of whole replicas of a model on ``ranks``; None if it does not fit.
 
@@ -151,9 +155,11 @@ class _Ranks:
         Args:
             in_stages: Whether the call may run in pipeline stages.
             in_lockstep: Whether ranks with other samples may run each block together.
+            divides_tensors: Whether ranks may divide tensors.
         """
         model, room = self._models[role], WEIGHTS_SHARE_OF_MEMORY * self._cluster.device_memory_bytes
-        divisions = self._divisions(model, len(ranks), in_stages=in_stages, in_lockstep=in_lockstep)
+        widest = len(ranks) if divides_tensors else 1
+        divisions = self._divisions(model, len(ranks), widest, in_stages=in_stages, in_lockstep=in_lockstep)
         replica = next((dims for dims in divisions if self._largest_share(model, dims) <= room), None)
         if replica is None:
             return None
@@ -163,10 +169,13 @@ class _Ranks:
         return Layout(dims, ranks)
 
     def _divisions(
-        self, model: ModelSpec, num_ranks: int, *, in_stages: bool, in_lockstep: bool
+        self, model: ModelSpec, num_ranks: int, widest: int, *, in_stages: bool, in_lockstep: bool
     ) -> Iterator[ParallelDims]:
-        """Yield degrees of one replica: tp or ep inside a node, stages of the widest tp groups, then tp over nodes."""
-        degrees = [tp for tp in model.tensor_parallel_degrees(num_ranks) if num_ranks % tp == 0]
+        """Yield degrees of one replica: tp or ep inside a node, stages of the widest tp groups, then tp over nodes.
+
+        ``widest`` is the largest tp.
+        """
+        degrees = [tp for tp in model.tensor_parallel_degrees(widest) if num_ranks % tp == 0]
         inside = [tp for tp in degrees if tp <= self._cluster.devices_per_node]
         yield from (ParallelDims(tp=tp) for tp in inside)
         shared = model.expert_parallel_degrees(self._cluster.devices_per_node) if in_lockstep else ()

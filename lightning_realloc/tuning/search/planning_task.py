@@ -42,6 +42,8 @@ class PlanningTask:
     """Whether generating calls may run in pipeline stages."""
     generates_in_lockstep: bool = True
     """Whether ranks of a generating call may run each block together, as they do with ``fsdp`` and ``ep``."""
+    generates_in_tensor_parallel: bool = True
+    """Whether ranks of generating calls may divide tensors."""
     delays_weight_gradients: bool = True
     """Whether training in pipeline stages may follow the schedule ``zero_bubble``, which compiled blocks refuse."""
 
@@ -79,6 +81,7 @@ class PlanningTask:
             row_tokens=row_tokens,
             generates_in_stages=self.generates_in_stages,
             generates_in_lockstep=self.generates_in_lockstep,
+            generates_in_tensor_parallel=self.generates_in_tensor_parallel,
             delays_weight_gradients=self.delays_weight_gradients,
         )
 

@@ -54,6 +54,8 @@ class CallOptions:
     """Whether generating calls may run in pipeline stages."""
     generates_in_lockstep: bool = True
     """Whether ranks of a generating call may run each block together, as they do with ``fsdp`` and ``ep``."""
+    generates_in_tensor_parallel: bool = True
+    """Whether ranks of generating calls may divide tensors."""
     delays_weight_gradients: bool = True
     """Whether training in pipeline stages may follow the schedule ``zero_bubble``."""
 
@@ -148,7 +150,10 @@ def legal_dims(
     widest = min(num_ranks, per_node) if per_node > 1 else num_ranks
     pipelines = kind != "generate" or options.generates_in_stages
     found = []
+    divides_tensors = kind != "generate" or options.generates_in_tensor_parallel
     for tp, cp in _token_degrees(model, kind, widest, options):
+        if tp > 1 and not divides_tensors:
+            continue
         for pp in _divisors(num_ranks // (tp * cp)):
             if pp > 1 and not (pipelines and can_be_pipelined(model, pp)):
                 continue

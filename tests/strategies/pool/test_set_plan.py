@@ -144,7 +144,7 @@ def test_every_iteration_logs_its_loss_once_whatever_plans_follow(workers: Worke
     assert run(on_first, {}, True)[0][0] == pytest.approx(expected[:5], abs=1e-5)
 
 
-def _ask_for(plan: Any) -> tuple[str, str]:
+def _ask_for(plan: Any, *, engine: str | None = None) -> tuple[str, str]:
     class Ask(Callback):
         message = ""
 
@@ -155,8 +155,14 @@ def _ask_for(plan: Any) -> tuple[str, str]:
                 self.message = str(error)
 
     ask = Ask()
-    outcome = runs.train(runs.sft(), calls(actor_train="fsdp2"), 2, Batches(2, responses=True), callbacks=[ask])
+    module = runs.sft() if engine is None else runs.grpo(engine=engine, kl_coef=0.0)
+    home = calls(actor_train="fsdp2") if engine is None else calls(actor_train="fsdp2", actor_generate="dp2")
+    outcome = runs.train(module, home, 2, Batches(2, responses=engine is None), callbacks=[ask])
     return ask.message, str(outcome.steps)
+
+
+def _ask_hf_for_stages() -> tuple[str, str]:
+    return _ask_for(calls(actor_train="fsdp2", actor_generate="pp2"), engine="hf")
 
 
 def _ask_too_early() -> str:
@@ -179,3 +185,9 @@ def test_an_invalid_plan_is_refused_and_the_old_one_is_kept(workers: WorkerPool)
     answers = workers.run(_ask_for, calls(actor_train="fsdp4"), world_size=2, init_process_group=False)
     assert answers == [answers[0]] * 2
     assert "this run has 2 ranks" in answers[0][0] and answers[0][1] == "[1, 2]"
+
+
+def test_a_plan_that_an_option_of_generation_cannot_follow_is_refused_as_a_plan(workers: WorkerPool) -> None:
+    answers = workers.run(_ask_hf_for_stages, world_size=2, init_process_group=False)
+    assert answers == [answers[0]] * 2
+    assert "engine='hf' needs all layers on a rank" in answers[0][0] and answers[0][1] == "[1, 2]"

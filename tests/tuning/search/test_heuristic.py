@@ -91,6 +91,7 @@ def test_replicas_larger_than_a_node_become_stages_of_the_widest_groups() -> Non
     assert found(2) == {"actor.train": "fsdp8", "actor.generate": "dp4.tp2", "reference.infer": "dp4.tp2"}
     assert found(4) == {"actor.train": "fsdp8", "actor.generate": "pp2.dp2.tp2", "reference.infer": "pp2.dp2.tp2"}
     assert found(4, generates_in_stages=False) == found(4) | {"actor.generate": "dp2.tp4"}
+    assert found(4, generates_in_tensor_parallel=False) == found(4) | {"actor.generate": "pp4.dp2"}
 
 
 def test_experts_are_divided_where_no_whole_replica_fits() -> None:

@@ -159,6 +159,9 @@ def test_calls_that_ask_models_gather_nothing() -> None:
     alone = CallOptions(generates_in_lockstep=False)
     degrees = legal_dims(EXPERTS, "generate", 4, cluster(1, 4), alone)
     assert set(degrees) == set(whole)
+    undivided = CallOptions(generates_in_tensor_parallel=False)
+    generates, infers = (legal_dims(MODEL, kind, 4, cluster(1, 4), undivided) for kind in ("generate", "infer"))
+    assert set(generates) == {dims for dims in infers if dims.tp == 1} < set(infers)
     assert len(call_dims(replace(generate, partners=()), models, 4, cluster(1, 4))) > 8
 
 
