@@ -90,5 +90,5 @@ def refuse_generation_layout(algorithm: RunnableAlgorithm, call: str, layout: La
     if layout.runs_in_lockstep and asked is not None:
         raise GenerationError(
             f"{runs_in}, whose blocks are run by all ranks together, and cannot {asked}; give it a layout with fsdp=1 "
-            f"and ep=1, or another engine or drafter"
+            f"and ep=1, or leave this setting out"
         )
