@@ -171,7 +171,6 @@ class PlacedRoles:
         self._plan = builder.choose_plan(self._options.plan)
         if self.module.trainer.state.fn == TrainerFn.FITTING:
             builder.check_memory(self._plan)
-        builder.refuse_generation_layouts(self._plan)
 
     def set_up(self, trainer: Trainer) -> None:
         """Shard every role into its home layout, and make the runner and the offloader. Collective over all ranks."""

@@ -127,7 +127,7 @@ def require_decoder(role: str, model: nn.Module) -> None:
 
 @contextmanager
 def naming_errors(role: str, config: PreTrainedConfig) -> Iterator[None]:
-    """Raise ConfigError in place of an error of transformers that makes a model from a role's configuration."""
+    """Raise ConfigError in place of errors with which transformers fails to make a model from a configuration."""
     try:
         yield
     except ReallocError:

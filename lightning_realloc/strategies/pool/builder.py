@@ -125,8 +125,8 @@ class PoolBuilder:
         plan.check_models(self.dataflow, specs)
         refuse_offload_without_gpu(plan, self.facts.device.type)
         self._refuse_compiled_schedule(plan)
-        if source != "heuristic":  # one that fits nowhere is refused for its memory
-            self.refuse_generation_layouts(plan)
+        if self.policies.reallocation.enabled:  # else each role stays in one layout
+            refuse_generation_layouts(self.module, self.dataflow, plan)
         return plan
 
     def _refuse_compiled_schedule(self, plan: ExecutionPlan) -> None:
@@ -138,11 +138,6 @@ class PoolBuilder:
                         f"calls.{name}: pipeline_schedule='zero_bubble' divides the backward pass of a layer, which "
                         f"compile={backend!r} fuses; leave one of them out"
                     )
-
-    def refuse_generation_layouts(self, plan: ExecutionPlan) -> None:
-        """Raise GenerationError for a generating call whose layout cannot follow the algorithm's options."""
-        if self.policies.reallocation.enabled:  # else each role stays in one layout
-            refuse_generation_layouts(self.module, self.dataflow, plan)
 
     def _make_plan(self, source: NamedPlan, specs: Mapping[str, ModelSpec]) -> ExecutionPlan:
         """Return the plan itself, or make the one that is named; see `heuristic_plan`."""
