@@ -14,9 +14,11 @@ from datasets import Dataset
 
 from tests.documentation.pages import examples
 from tests.models import byte_tokenizer, tiny_model, tiny_scorer
+from tests.vision_models import tiny_vision_model
 
 ACTORS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "runs/demo/warm")
 MIXTURES = {"Qwen/Qwen3-30B-A3B": "qwen3_moe", "zai-org/GLM-4.5-Air": "glm4_moe"}
+IMAGE_MODELS = {"Qwen/Qwen2.5-VL-3B-Instruct": "qwen2_5_vl"}
 REWARD_MODELS = ("Skywork/Skywork-Reward-V2-Qwen3-0.6B", "my/reward-model")
 SIZES = {"vocab_size": 260, "max_position_embeddings": 4096}
 MOST_TOKENS = range(2, 200)
@@ -42,11 +44,13 @@ def write_folder(folder: Path) -> None:
         model = tiny_model(MIXTURES.get(name, "qwen3"), **SIZES)
         model.generation_config.eos_token_id = list(MOST_TOKENS)
         model.save_pretrained(folder / name)
+    for name, family in IMAGE_MODELS.items():
+        tiny_vision_model(family, **SIZES).save_pretrained(folder / name)
     for name in REWARD_MODELS:
         tiny_scorer("qwen3", **SIZES).save_pretrained(folder / name)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
-    for name in (*ACTORS, *MIXTURES, *REWARD_MODELS):
+    for name in (*ACTORS, *MIXTURES, *IMAGE_MODELS, *REWARD_MODELS):
         tokenizer.save_pretrained(folder / name)
     for name, rows in ROWS.items():
         write_jsonl(folder / f"{name}.jsonl", rows)
