@@ -85,7 +85,7 @@ def make_processor() -> LlavaProcessor:
     """Return a processor of words and drawings."""
     vocabulary = {token: index for index, token in enumerate((*SPECIAL, "what", "is", "it", *COLOURS, *SHAPES))}
     made = Tokenizer(WordLevel(vocabulary, "<unk>"))
-    made.pre_tokenizer, made.decoder = WhitespaceSplit(), WordPiece(prefix="")
+    made.pre_tokenizer, made.decoder = WhitespaceSplit(), WordPiece()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=made,
         pad_token="<pad>",

@@ -12,7 +12,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import SGD
 
-from lightning_realloc import MessageEnvironment, PromptDataModule, SamplingParams, StepResult
+from lightning_realloc import Conversation, MessageEnvironment, PromptDataModule, SamplingParams, StepResult
 from lightning_realloc.strategies import ReallocStrategy
 from tests.data.images.test_rows import drawn, user
 from tests.matrices import matrix
@@ -98,6 +98,8 @@ def _converse() -> list[float]:
         tokenizer=tiny_processor("llava"),
         reward=None,
         environment=Again,
+        conversation=Conversation(max_turns=3),
+        sampling=SamplingParams(n=2, max_new_tokens=40, stop_token_ids=tuple(range(3, 99))),
     )
     rows = [{"prompt": user(SHOWN, "ab"), "images": [drawn(number)]} for number in (0, 1)]
     runs.trainer(ReallocStrategy(), 1, max_steps=1).fit(module, PromptDataModule(rows, batch_size=2))
