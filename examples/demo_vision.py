@@ -34,7 +34,7 @@ from examples.report import silence_hints
 from examples.sorting import tiny_llama
 from lightning_realloc import GRPO, SFT, SamplingParams, TrainOptions
 
-SETTINGS = Settings(folder=Path("runs/vision"), num_demonstrations=2000, warm_up_epochs=4, num_iterations=40)
+SETTINGS = Settings(folder=Path("runs/vision"), num_demonstrations=2000, warm_up_epochs=5, num_iterations=100)
 SIDE, PATCH = 24, 6
 """Height and width of drawings and of the tower's patches, in pixels."""
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220), "yellow": (235, 210, 50)}
