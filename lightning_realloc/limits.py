@@ -7,6 +7,8 @@ from __future__ import annotations
 
 EXPERT_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Names of the number of experts in Hugging Face configs."""
+PROJECTOR_NAMES = "connector|merger|newline|projector"
+"""Pattern of transformers' names of modules and parameters between a tower and the language model."""
 CACHE_MULTIPLE = 32
 """Positions that the capacity of an unbounded cache is rounded up to. More: fewer copies, and more unused memory."""
 MAX_PREFILL_TOKENS = 8192

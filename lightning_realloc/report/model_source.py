@@ -128,7 +128,7 @@ def _pricing_obstacle(text: Any, role: RoleMemory) -> str | None:
     attention: dict[int, set[str]] = {block: set() for block in range(role.model.num_blocks)}
     for param in role.model.params:
         if param.block is not None and "attn" in param.name:
-            attention[param.block].add(param.name.split(".", 3)[-1])
+            attention[param.block].add(param.name.partition(f".{param.block}.")[2])
     if len(set(map(frozenset, attention.values()))) > 1:
         return f"is a mixture of {experts} experts whose attention is not that of the Llama family in every block"
     return None

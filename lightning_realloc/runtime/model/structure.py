@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.limits import PROJECTOR_NAMES
 from lightning_realloc.runtime.model.image_inputs import IMAGE_FAMILIES, placeholder_ids
 from lightning_realloc.runtime.model.quantized import replacements_in_copy
 
@@ -26,8 +27,7 @@ _OLD_BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$|\.inv_freq$")
 
 TrainVision = Literal["none", "projector", "all"]
 """Parts that only images use and that are trained: none, the projector to the language model, or also the tower."""
-_PROJECTOR = re.compile(r"connector|merger|newline|projector")
-"""Transformers' names of modules and parameters between a tower and the language model."""
+_PROJECTOR = re.compile(PROJECTOR_NAMES)
 _UNCHANGING = frozenset({bool, int, float, str, type(None)})
 """Types of attributes that a copy shares with its original."""
 _COPY_METHODS = frozenset(

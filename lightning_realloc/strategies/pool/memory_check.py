@@ -37,6 +37,7 @@ from lightning_realloc.tuning.memory.forecast import forecast_memory
 from lightning_realloc.tuning.memory.parts import DraftMemory, EngineMemory, MemorySettings, Workload, usable_bytes
 from lightning_realloc.tuning.shapes.model_shape import ModelShape
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
+from lightning_realloc.tuning.shapes.tower import Tower
 
 if TYPE_CHECKING:
     from lightning_realloc.generation import Speculation
@@ -78,14 +79,16 @@ def describe_roles(
             raise ConfigError(f"{role.name}: {describe_missing_routers(model)}")
         spec = describe_model(model, tp_plan=tp_plans.get(role.name), max_tp=max_tp)
         config = getattr(model, "config", None)
-        shape = None
+        shape = tower = None
         if hasattr(config, "get_text_config"):
             num_outputs = None if role.task == "causal_lm" else 1
             keeps_latents = bool(latent_modules(model))
             shape = ModelShape.from_config(config, spec, num_outputs=num_outputs, keeps_latents=keeps_latents)
+            tower = Tower.from_config(config, spec)
         described[role.name] = RoleMemory(
             model=spec,
             shape=shape,
+            tower=tower,
             frozen_params=role.frozen_parameters(model),
             quantized_bytes=quantized_bytes(model),
             average_of=role.average_of,

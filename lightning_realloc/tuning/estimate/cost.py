@@ -11,58 +11,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
-
 from lightning_realloc.dataflow.dataflow import CallKind
 from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.dataflow.pipeline_schedule import ScheduleName, idle_turns
-from lightning_realloc.layout.cluster import ClusterSpec
-from lightning_realloc.layout.dims import Layout, ParallelDims
+from lightning_realloc.layout.dims import ParallelDims
 from lightning_realloc.limits import MAX_CAPTURED_TOKENS
 from lightning_realloc.tuning.estimate.estimator import CallSeconds
 from lightning_realloc.tuning.estimate.hardware import Group, Links
-from lightning_realloc.tuning.estimate.kernels import Kernels
+from lightning_realloc.tuning.estimate.kernels import Kernels, TowerKernels
+from lightning_realloc.tuning.estimate.placement import Placement
 from lightning_realloc.tuning.memory.call_shape import CallShape
 from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
 from lightning_realloc.tuning.shapes.decoding import DecodeSegment, count_step_shapes, plan_decoding
-
-
-class Placement(NamedTuple):
-    """Spread of a layout's communication groups over nodes; the widest group of each axis counts."""
-
-    tp: Group
-    fsdp: Group
-    dp: Group
-    cp: Group
-    ep: Group
-    expert_fsdp: Group
-    expert_dp: Group
-    stages_share_node: bool
-    """Whether all pipeline stages lie on the same node."""
-
-    @classmethod
-    def from_layout(cls, layout: Layout, cluster: ClusterSpec) -> Placement:
-        """Return the placement of a layout on a cluster."""
-        nodes = np.array(layout.ranks) // cluster.devices_per_node
-        kinds = layout.tensor_axes, layout.shard_axes, layout.replica_axes, layout.token_axes
-        expert_kinds = layout.expert_axes, layout.expert_shard_axes, layout.expert_replica_axes
-        tensors, shards, replicas, tokens = (_widest(nodes, layout, axes) for axes in kinds)
-        experts, expert_shards, expert_replicas = (_widest(nodes, layout, axes) for axes in expert_kinds)
-        within_node = _widest(nodes, layout, layout.stage_axes).nodes == 1
-        return cls(tensors, shards, replicas, tokens, experts, expert_shards, expert_replicas, within_node)
-
-    def within_node(self) -> Placement:
-        """Return the placement of the same groups on a single node."""
-        tp, fsdp, dp, cp, ep, expert_fsdp, expert_dp = (Group(group.size, nodes=1) for group in self[:-1])
-        return Placement(tp, fsdp, dp, cp, ep, expert_fsdp, expert_dp, stages_share_node=True)
-
-
-def _widest(nodes: np.ndarray, layout: Layout, axes: Sequence[str]) -> Group:
-    index = first = np.arange(len(nodes))
-    for degree, stride in layout.spans(axes):
-        first = first - index // stride % degree * stride  # equal for the ranks of a group
-    groups = np.sort(nodes[np.argsort(first, kind="stable")].reshape(-1, layout.count(*axes)), axis=1)
-    return Group(groups.shape[1], int(1 + (np.diff(groups, axis=1) != 0).sum(axis=1).max()))
 
 
 @dataclass(frozen=True)
@@ -110,6 +70,9 @@ class Pass(NamedTuple):
         return Pass(times * self.compute, times * self.exchange)
 
 
+_NOTHING = Pass()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallCost:
     """Cost model of one role's calls under one layout."""
@@ -134,6 +97,8 @@ class CallCost:
     links: Links
     settings: MemorySettings
     tokens: Tokens
+    tower: TowerKernels | None = None
+    """Times of the tower that reads the workload's images; None without images."""
 
     def seconds(self, kind: CallKind, plan: CallPlan) -> CallSeconds:
         """Return the seconds of a call of that kind with the options of a plan."""
@@ -149,14 +114,14 @@ class CallCost:
     # ---- calls
     def _infer(self, shape: CallShape) -> CallSeconds:
         tokens, rows = self._micro_batch(shape)
-        stage = self._forward_stage(tokens, self.tokens.context, self._scored_head(rows))
+        stage = self._forward_stage(tokens, self.tokens.context, self._scored_head(rows), self._read_images(shape))
         return self._pipelined(stage, self._exposed_gather(stage), shape.num_micro_batches, self._send(tokens))
 
     def _train(self, shape: CallShape, plan: CallPlan) -> CallSeconds:
         """Return the seconds of one optimizer step."""
         tokens, rows = self._micro_batch(shape)
-        forward = self._forward_stage(tokens, self.tokens.context, self._scored_head(rows))
-        backward = self._backward_stage(tokens, rows, plan.gradient_checkpointing)
+        forward = self._forward_stage(tokens, self.tokens.context, self._scored_head(rows), self._read_images(shape))
+        backward = self._backward_stage(shape, plan.gradient_checkpointing)
         sharding = self._exposed_gather(forward) + self._exposed_gather(backward)
         sends = 2 * self._send(tokens)
         waiting = self._waiting_share(tokens, plan)
@@ -176,16 +141,18 @@ class CallCost:
     def _route(self, shape: CallShape) -> CallSeconds:
         """Return the seconds of a step's forward passes without heads."""
         tokens, _ = self._micro_batch(shape)
-        stage = self._forward_stage(tokens, self.tokens.context, Pass())
+        stage = self._forward_stage(tokens, self.tokens.context, _NOTHING, self._read_images(shape))
         return self._pipelined(stage, self._exposed_gather(stage), shape.num_micro_batches, self._send(tokens))
 
     def _generate(self, shape: CallShape) -> CallSeconds:
         load, pp = self.tokens.workload, self.dims.pp
         waves = max(shape.num_waves, min(pp, shape.share))
-        prompts = shape.num_prompts(shape.share) * load.prompt_tokens / waves
+        prompts = shape.num_prompts(shape.share) / waves
+        tokens = prompts * load.prompt_tokens
         launch, head = self.links.efficiency.decode_launch_s, self._sampled_head(shape.share / waves)
-        prefill = self._forward_stage(prompts, load.prompt_tokens / 2, head, launch_s=launch)
-        parts = self._pipelined(prefill, self._exposed_gather(prefill), waves, self._send(prompts))
+        images = Pass(self.tower.forward(prompts) if self.tower is not None else 0.0)
+        prefill = self._forward_stage(tokens, load.prompt_tokens / 2, head, images, launch_s=launch)
+        parts = self._pipelined(prefill, self._exposed_gather(prefill), waves, self._send(tokens))
         segments = plan_decoding(self.tokens.responses, load.prompt_tokens, shape.share, shape.slots)
         for segment in segments:
             # Under a pipeline the sequences form as many groups as there are stages, so that every stage is busy.
@@ -210,13 +177,19 @@ class CallCost:
         return CallSeconds(compute=shapes * efficiency.capture_steps * launched)
 
     # ---- stages
-    def _forward_stage(self, tokens: float, context: float, head: Pass, *, launch_s: float | None = None) -> Pass:
+    def _read_images(self, shape: CallShape) -> Pass:
+        """Return the tower's pass over a micro-batch, each of whose sequences brings the images of its prompt."""
+        return Pass(self.tower.forward(shape.mean_micro_batch) if self.tower is not None else 0.0)
+
+    def _forward_stage(
+        self, tokens: float, context: float, head: Pass, images: Pass, *, launch_s: float | None = None
+    ) -> Pass:
         launch = self.links.efficiency.layer_launch_s if launch_s is None else launch_s
         block = self._launched(self.kernels.forward(tokens, context), self._exchange(tokens), launch)
-        return self._slowest_stage(block, head)
+        return self._slowest_stage(block, head, images)
 
-    def _backward_stage(self, tokens: float, rows: float, checkpointing: bool) -> Pass:
-        share = self.trained_share
+    def _backward_stage(self, shape: CallShape, checkpointing: bool) -> Pass:
+        share, (tokens, rows) = self.trained_share, self._micro_batch(shape)
         launch, exchange = self.links.efficiency.layer_launch_s, self._exchange(tokens)
         context = self.tokens.context
         block = self._launched(self.kernels.backward(tokens, context, trained_share=share), exchange, launch)
@@ -224,7 +197,10 @@ class CallCost:
             block = block.plus(self._launched(self.kernels.forward(tokens, context), exchange, launch))
         again = self.kernels.tiled_head(rows, is_trained=share == 1)
         head = Pass((1 + share) * self.kernels.head(rows) + again + self.kernels.logprobs(rows))
-        return self._slowest_stage(block, head)
+        images = 0.0
+        if self.tower is not None:
+            images = self.tower.backward(shape.mean_micro_batch, recomputes=checkpointing)
+        return self._slowest_stage(block, head, Pass(images))
 
     def _decode_stage(self, sequences: float, attended: float) -> Pass:
         efficiency, kernels = self.links.efficiency, self.kernels.decode(sequences, attended)
@@ -253,11 +229,14 @@ class CallCost:
         """Return the pass of the head on ``rows`` tokens, with drawing the next token."""
         return Pass(self.kernels.head(rows) + self.kernels.sampling(rows), self._join_logits(rows))
 
-    def _slowest_stage(self, block: Pass, head: Pass) -> Pass:
-        """Return the slowest stage: the one with most blocks, or the last one, with the head."""
+    def _slowest_stage(self, block: Pass, head: Pass, images: Pass = _NOTHING) -> Pass:
+        """Return the slowest stage: the one with most blocks, the first, with the tower, or the last, with the head."""
         *others, blocks = self.stage_blocks
         last = block.repeated(blocks).plus(head)
-        return max(last, block.repeated(max(others, default=0)), key=lambda stage: stage.total)
+        if not others:
+            return last.plus(images)
+        first = block.repeated(others[0]).plus(images)
+        return max(last, first, block.repeated(max(others)), key=lambda stage: stage.total)
 
     def _launched(self, compute: float, exchange: float, launch: float) -> Pass:
         """Return the pass of a block: its kernels or the host's launches of them, whichever takes longer."""

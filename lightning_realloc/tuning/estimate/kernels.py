@@ -1,6 +1,6 @@
 """Roofline estimate of one rank's compute time for a decoder block, and for the head, from the model's shape.
 
-``cost`` adds communication and combines blocks into calls.
+Likewise for the tower of a model that reads images. ``cost`` adds communication and combines blocks into calls.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from lightning_realloc.limits import is_tiled
 from lightning_realloc.tuning.estimate.hardware import Device
 from lightning_realloc.tuning.shapes.experts import Experts
 from lightning_realloc.tuning.shapes.model_shape import ModelShape
+from lightning_realloc.tuning.shapes.tower import PromptImages, Tower
 
 BACKWARD_ATTENTION = 2.5
 """Ratio of backward to forward flops of fused attention: five products for two, since it recomputes the scores."""
@@ -145,3 +146,44 @@ class Kernels:
             routed = experts.per_token * (passes * experts.features_on(self.tp) + 7 * shape.hidden)
             mlp = experts.mean_over_blocks(shape.num_layers, routed + passes * experts.shared_features_on(self.tp), mlp)
         return self.device.stream(tokens * (hidden + heads + mlp) * self.element_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class TowerKernels:
+    """Compute times of a tower over the images of prompts, which every rank of the first pipeline stage runs whole."""
+
+    tower: Tower
+    images: PromptImages
+    """Images of one prompt."""
+    blocks: Kernels
+    """Times of the tower's blocks, whose tokens are patches."""
+    is_trained: bool
+    """Whether the tower has gradients if its role is trained."""
+
+    def forward(self, num_prompts: float) -> float:
+        """Return the time from pixels in host memory to the features of all tokens."""
+        patches, device = num_prompts * self.images.num_patches, self.blocks.device
+        block = self.blocks.forward(patches, self._context(patches))
+        return (
+            self.tower.pixel_bytes(patches) / device.cluster.host_bytes_per_s
+            + self.tower.blocks.num_layers * max(block, device.efficiency.layer_launch_s)
+            + self._projector(num_prompts)
+        )
+
+    def backward(self, num_prompts: float, *, recomputes: bool) -> float:
+        """Return the time of a backward pass; 0 for a frozen tower, whose projector counts as frozen, too."""
+        if not self.is_trained:
+            return 0.0
+        patches = num_prompts * self.images.num_patches
+        context = self._context(patches)
+        block = self.blocks.backward(patches, context, trained_share=1.0)
+        again = self.blocks.forward(patches, context) if recomputes else 0.0
+        launch = (2 if recomputes else 1) * self.blocks.device.efficiency.layer_launch_s
+        return self.tower.blocks.num_layers * max(block + again, launch) + 2 * self._projector(num_prompts)
+
+    def _context(self, patches: float) -> float:
+        return patches if self.tower.is_joint else self.tower.mean_context(self.images.part_patches)
+
+    def _projector(self, num_prompts: float) -> float:
+        rows, columns = num_prompts * self.images.tokens, self.tower.outputs
+        return self.blocks.device.matmul(rows, self.tower.projector / columns, columns, self.blocks.element_bytes)

@@ -15,10 +15,11 @@ from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
-from lightning_realloc.tuning.estimate.cost import CallCost, Placement, Tokens
+from lightning_realloc.tuning.estimate.cost import CallCost, Tokens
 from lightning_realloc.tuning.estimate.estimator import CallSeconds
 from lightning_realloc.tuning.estimate.hardware import Device, Efficiency, Links
-from lightning_realloc.tuning.estimate.kernels import Kernels
+from lightning_realloc.tuning.estimate.kernels import Kernels, TowerKernels
+from lightning_realloc.tuning.estimate.placement import Placement
 from lightning_realloc.tuning.memory.call_shape import CallShape
 from lightning_realloc.tuning.memory.memory_model import MemoryModel
 from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
@@ -77,6 +78,7 @@ class RooflineEstimator:
         """Layout -> its placement on the cluster."""
         self._move = lru_cache(maxsize=MAX_CACHED_LAYOUTS)(self._estimate_move)
         self._kernels = cache(self._make_kernels)
+        self._tower = cache(self._make_tower)
 
     def call_seconds(self, call: str, plan: CallPlan) -> CallSeconds:
         """Return the seconds of a call, from the moment its inputs and weights exist."""
@@ -111,13 +113,14 @@ class RooflineEstimator:
             num_trained_experts=max(sizes.num_trained_experts for sizes in ends),
             num_tied=max(sizes.num_tied for sizes in ends),
             stage_blocks=elements.blocks_of_stages(dims),
-            trained_share=elements.num_trained / elements.num_elements,
+            trained_share=elements.trained_share,
             dims=dims,
             place=place or self.place(plan.layout),
             kernels=self._kernels(role, dims.tp, dims.ep),
             links=Links(self.cluster, self.efficiency),
             settings=self.settings,
             tokens=self.tokens,
+            tower=self._tower(role),
         )
 
     def num_moved(self, role: str) -> int:
@@ -136,8 +139,19 @@ class RooflineEstimator:
     def _make_kernels(self, role: str, tp: int, ep: int) -> Kernels:
         shape = self.roles[role].shape
         assert shape is not None, "checked when the estimator was made"
-        element_bytes = min(self.settings.copy_bytes, self.settings.gathered_bytes)
-        return Kernels(shape, tp, Device(self.cluster, self.efficiency), element_bytes, ep)
+        return Kernels(shape, tp, Device(self.cluster, self.efficiency), self._element_bytes, ep)
+
+    def _make_tower(self, role: str) -> TowerKernels | None:
+        tower, images = self.roles[role].tower, self.tokens.workload.images
+        if tower is None or images is None:
+            return None
+        blocks = Kernels(tower.blocks, 1, Device(self.cluster, self.efficiency), self._element_bytes)
+        return TowerKernels(tower, images, blocks, self.roles[role].trains_tower)
+
+    @property
+    def _element_bytes(self) -> int:
+        """Bytes of a weight, and of an activation, during computation."""
+        return min(self.settings.copy_bytes, self.settings.gathered_bytes)
 
     def move_seconds(self, role: str, source: Layout, target: Layout) -> float:
         """Return the seconds to move a role's weights from their home to another layout; 0 between equal layouts.

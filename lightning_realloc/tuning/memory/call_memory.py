@@ -32,6 +32,7 @@ from lightning_realloc.tuning.memory.generation_memory import (
 from lightning_realloc.tuning.memory.parts import DraftMemory, MemoryParts, MemorySettings, Workload
 from lightning_realloc.tuning.shapes.role_elements import RankElements
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
+from lightning_realloc.tuning.shapes.tower import TowerBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,18 +235,30 @@ class CallMemory:
         scored = math.ceil(largest * load.response_tokens / cp) if self._has_head else 0
         return shape.num_micro_batches, math.ceil(largest * load.longest / cp), scored
 
+    def _images(self, prompts: int | None = None) -> TowerBytes:
+        """Return the bytes of images of some prompts, or of a micro-batch; pixels of all are on all pipeline stages."""
+        tower, load, division = self.role.tower, self.workload, self._shape
+        if tower is None or load is None or load.images is None or division is None:
+            return TowerBytes()
+        options = {"is_trained": self.kind == "train" and self.role.trains_tower}
+        options["recomputes"] = self.plan.gradient_checkpointing
+        read = tower.pass_bytes(load.images, prompts or division.micro_batch, self.activation_bytes, **options)
+        pixels = read.pixels * (division.num_micro_batches if self.sizes.dims.pp > 1 else 1)
+        return TowerBytes(pixels=pixels) if self.sizes.stage > 0 else read._replace(pixels=pixels)
+
     # ---- calls
     def _infer(self) -> list[MemoryParts]:
-        _, tokens, rows = self._micro_batches()
+        (_, tokens, rows), images = self._micro_batches(), self._images()
         return [
             *self._gathering(tokens),
+            MemoryParts(gathered=self._root, activations=images.working + images.pixels),
             MemoryParts(
                 gathered=self._root + self._block + self._buffer(self._block),
-                activations=self._working(tokens) + self._exchanged(tokens),
+                activations=self._working(tokens) + self._exchanged(tokens) + images.features + images.pixels,
             ),
             MemoryParts(
                 gathered=self._root + self._buffer(self._block),
-                activations=2 * self._hidden(tokens),
+                activations=2 * self._hidden(tokens) + images.pixels,
                 logits=self._logits(rows) + self._chunk(rows),
             ),
         ]
@@ -269,9 +282,11 @@ class CallMemory:
         share, slots, last = division.share, division.slots, cache.final_bytes
         prompts = division.num_prompts(slots) * (load.prompt_tokens - 1)
         prefill = min(MAX_PREFILL_TOKENS, prompts if cache.positions is None else cache.positions) + slots
+        # A step reads a prompt with images whole.
+        images = self._images(max(1, min(division.num_prompts(slots), MAX_PREFILL_TOKENS // load.prompt_tokens)))
         # Where samples wait for slots, prompts are still processed when the cache has grown.
         is_small = share == slots and engine.frees_cache
-        read = MemoryParts(kv_cache=cache.prefill_bytes if is_small else last, activations=self._working(prefill))
+        read = MemoryParts(kv_cache=cache.prefill_bytes if is_small else last)
         growth = cache.growth_bytes if engine.frees_cache else 0
         verified = slots * (1 + engine.num_ahead)
         packed = MemoryParts(packed=self._packed(load.response_tokens))
@@ -283,7 +298,8 @@ class CallMemory:
         )
         moments = [
             *self._gathering(verified, kv_cache=last),
-            body + read,
+            read + MemoryParts(gathered=self._root, activations=images.working + images.pixels),
+            body + read + MemoryParts(activations=self._working(prefill) + images.features + images.pixels),
             body + MemoryParts(kv_cache=last + growth, activations=self._working(verified)),
             drawing,
             MemoryParts(kv_cache=cache.distilling_bytes)
@@ -322,7 +338,9 @@ class CallMemory:
         """Return the moments of a training call's last micro-batch, when the gradients of the others exist."""
         count, tokens, rows = self._micro_batches()
         in_flight = passes_held(self.sizes.stage, self.sizes.dims.pp, count, vpp=self.sizes.dims.vpp)
-        kept = math.ceil(in_flight * self._kept_activations(tokens)) + self._waiting(count, tokens)
+        images = self._images()
+        kept = math.ceil(in_flight * (self._kept_activations(tokens) + images.saved)) + self._waiting(count, tokens)
+        others, own = math.ceil(kept * (1 - 1 / max(1, in_flight))), images.saved + images.backward
         master, sizes = self.settings.master_bytes, self.sizes
         block, root = sizes.trained_block * self.weight_bytes, sizes.trained_root * self.weight_bytes
         shards = sizes.num_trained_sharded * master
@@ -333,6 +351,7 @@ class CallMemory:
         backward = self._backward(tokens)
         moments = [
             *self._gathering(tokens, gradients=earlier),
+            MemoryParts(gathered=self._root, gradients=earlier, activations=others + images.working),
             MemoryParts(  # backward pass of the loss: the logits, their gradient and two fp32 chunks
                 gradients=earlier,
                 activations=kept + head,
@@ -356,12 +375,15 @@ class CallMemory:
                     activations=max(0, kept - one) + recomputed,
                     gathered=self._root + 2 * self._block,
                 ),
-                MemoryParts(gradients=shards + 2 * root, gathered=self._root),
+                MemoryParts(gradients=shards + 2 * root, gathered=self._root, activations=own),
             ]
         else:
-            embedding = root if earlier else 0  # a whole gradient next to the one that it is added to
-            moments.append(MemoryParts(gradients=sizes.num_trained * master + embedding, activations=one))
-        return moments
+            # A whole gradient next to the one that it is added to; no weight of a tower is as large.
+            text = max(0, sizes.trained_root - self.role.num_trained_vision)
+            embedding = text * self.weight_bytes if earlier else 0
+            after = max(one + images.saved, own)
+            moments.append(MemoryParts(gradients=sizes.num_trained * master + embedding, activations=after))
+        return [moment + MemoryParts(activations=images.pixels) for moment in moments]
 
     def _waiting(self, count: int, tokens: int) -> int:
         """Return the bytes from which gradients of weights are computed after as many backward passes as stages."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from lightning_realloc.errors import PlanError
 from lightning_realloc.limits import DEFAULT_MICRO_BATCH_TOKENS
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
+from lightning_realloc.tuning.shapes.tower import PromptImages
 
 HEADROOM = 0.1
 """Fraction of a device's memory that chosen plans leave free, since forecasts err by up to 9 %. A larger value is
@@ -109,7 +110,7 @@ class Workload:
     num_sequences: int
     """Sequences of one iteration, over all ranks: prompts times responses per prompt."""
     prompt_tokens: int
-    """Tokens of the longest prompt."""
+    """Tokens of the longest prompt, those of its images included."""
     response_tokens: int
     """Tokens of the longest response."""
     micro_batch_tokens: int = DEFAULT_MICRO_BATCH_TOKENS
@@ -122,6 +123,8 @@ class Workload:
     """Responses per prompt, which share its prefill."""
     group_size: int = 1
     """Sequences that stay together in a micro-batch, such as the two of a pair."""
+    images: PromptImages | None = None
+    """Images of each prompt, for the towers of all roles; None without images."""
 
     @property
     def longest(self) -> int:
@@ -130,7 +133,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            if getattr(self, item.name) < 1:
+            if item.name != "images" and getattr(self, item.name) < 1:
                 raise PlanError(f"{item.name}={getattr(self, item.name)} of a workload must be at least 1")
 
 

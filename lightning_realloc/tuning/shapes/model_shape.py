@@ -15,8 +15,9 @@ from lightning_realloc.layout.dims import ParallelDims
 from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.tuning.shapes.experts import Experts, read_size
 
-# ReLU keeps only its result, which the next projection keeps anyway. "gelu_new" consists of seven operations.
-_ACTIVATION_COPIES = {"relu": -1, "gelu_new": 3}
+ACTIVATION_COPIES = {"relu": -1, "gelu_new": 3, "quick_gelu": 1}
+"""See `ModelShape.activation_copies`. ReLU keeps only its result, which the next projection keeps anyway. "gelu_new"
+consists of seven operations, "quick_gelu" of three."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +131,7 @@ class ModelShape:
             gated=any("gate" in name for name in names),
             rms_norm=not any(name.endswith(".bias") for name in norms),
             qk_norm=any("q_norm" in name for name in names),
-            activation_copies=_ACTIVATION_COPIES.get(
+            activation_copies=ACTIVATION_COPIES.get(
                 str(getattr(text, "hidden_act", None) or getattr(text, "activation_function", "")), 0
             ),
             experts=Experts.from_config(text, model),

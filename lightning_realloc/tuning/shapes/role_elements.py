@@ -104,6 +104,8 @@ class RoleElements:
         """Elements of the whole model."""
         self.num_trained = self.num_elements - role.num_frozen
         """Trained elements of the whole model."""
+        self.trained_share = role.trained_share
+        """Fraction of the elements outside of a tower that are trained."""
         self.largest = max((param.numel for param in model.params), default=0)
         """Elements of the largest parameter."""
         families: dict[tuple[tuple[int, ...], tuple[Cut, ...], bool], int] = {}

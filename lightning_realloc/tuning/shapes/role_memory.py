@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from lightning_realloc.layout.model import ModelSpec, ParamSpec
 from lightning_realloc.tuning.shapes.model_shape import ModelShape
+from lightning_realloc.tuning.shapes.tower import Tower, is_of_tower, vision_params
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +17,8 @@ class RoleMemory:
     model: ModelSpec
     shape: ModelShape | None = None
     """Sizes of the decoder; None for a module without a config, whose activations and caches are then left out."""
+    tower: Tower | None = None
+    """Tower that reads images; None for a model of text."""
     frozen_params: frozenset[str] = frozenset()
     """Names of the parameters of a trained role that have no gradient, as under adapters."""
     quantized_bytes: int = 0
@@ -30,14 +33,30 @@ class RoleMemory:
     """The role whose replicas this role's calls use, since it has none of its own; None: it has its own."""
     divides_logits: bool = field(init=False, repr=False, compare=False)
     """Whether tensor parallelism cuts the head by vocabulary, so that each rank computes a part of the logits."""
+    trains_tower: bool = field(init=False, repr=False, compare=False)
+    """Whether a part of the tower before its projector has gradients if the role is trained."""
+    num_trained_vision: int = field(init=False, repr=False, compare=False)
+    """Elements of tower and projector that have gradients if the role is trained."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "divides_logits", self._cuts_vocabulary())  # forecasts read it for every rank
+    def __post_init__(self) -> None:  # forecasts read these for every rank
+        vision = () if self.tower is None else vision_params(self.model)
+        trained = [param for param in vision if param.name not in self.frozen_params]
+        object.__setattr__(self, "trains_tower", any(map(is_of_tower, trained)))
+        object.__setattr__(self, "num_trained_vision", sum(param.numel for param in trained))
+        object.__setattr__(self, "divides_logits", self._cuts_vocabulary())
 
     @property
     def num_frozen(self) -> int:
         """Number of elements of ``frozen_params``."""
         return sum(param.numel for param in self.model.params if param.name in self.frozen_params)
+
+    @property
+    def trained_share(self) -> float:
+        """Fraction of the elements outside of a tower that have gradients."""
+        vision = () if self.tower is None else vision_params(self.model)
+        of_text = self.model.num_elements - sum(param.numel for param in vision)
+        frozen = self.num_frozen - sum(param.numel for param in vision if param.name in self.frozen_params)
+        return 1 - frozen / of_text
 
     def _cuts_vocabulary(self) -> bool:
         if self.shape is None or self.shape.num_outputs == 1:
