@@ -10,7 +10,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.remote_path import expand_home, is_path, require_files
 
-
 _PROBE = "a probe"
 """Text that no chat template writes."""
 _templates_of_parts: dict[str, bool] = {}

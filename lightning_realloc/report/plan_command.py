@@ -37,6 +37,7 @@ from lightning_realloc.report.plan_report import (
     timeline_table,
 )
 from lightning_realloc.report.plan_request import PlanRequest, parse_request
+from lightning_realloc.runtime.model.image_inputs import IMAGE_FAMILIES
 from lightning_realloc.strategies.generation_limits import (
     GenerationLimits,
     generation_limits,
@@ -47,7 +48,7 @@ from lightning_realloc.tuning.estimate.hardware import CPU_EFFICIENCY
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
 from lightning_realloc.tuning.memory.advice import find_excess
 from lightning_realloc.tuning.memory.forecast import MemoryForecast, forecast_memory
-from lightning_realloc.tuning.memory.parts import MemorySettings
+from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
 from lightning_realloc.tuning.search.infeasible import NothingFitsError
 from lightning_realloc.tuning.search.plan_search import SearchResult
 from lightning_realloc.tuning.search.planning_task import PlanningTask
@@ -105,10 +106,10 @@ def _search(request: PlanRequest, write: Write) -> bool:
     if request.flags.save is not None:
         _save(best, request)
     subject = f"{request.flags.algorithm} on {request.flags.cluster}"
-    write(f"{report_title(best, subject)}\n{_setting(request)}\n")
+    write(f"{report_title(best, subject)}\n{_setting(request, task.roles)}\n")
     write(f"{_without_tensor_parallel(task)}{plan_table(best.plan)}\n")
     mixtures = any(role.shape is not None and role.shape.experts is not None for role in task.roles.values())
-    seconds = seconds_with_error(best, has_mixtures=mixtures, unmeasured="CPUs" if request.is_cpu else None)
+    seconds = seconds_with_error(best, has_mixtures=mixtures, unmeasured=_unmeasured(task, request))
     write(f"\n{seconds}\n{gap_sentence(found)}\n{_cost(best, request)}")
     timeline = timeline_table(best.timeline, num_devices=task.cluster.num_devices)
     write(f"\nTimeline of an iteration, in seconds\n{timeline}\n")
@@ -182,6 +183,13 @@ def _without_tensor_parallel(task: PlanningTask) -> str:
     return f"  No tensor parallelism in {', '.join(roles)}: their model cannot run so.\n\n" if roles else ""
 
 
+def _unmeasured(task: PlanningTask, request: PlanRequest) -> str | None:
+    """Return what a plan's estimates were never compared with measurements for; None for nothing."""
+    if request.is_cpu:
+        return "CPUs"
+    return "images" if task.workload is not None and task.workload.images is not None else None
+
+
 def _cost(priced: PricedPlan, request: PlanRequest) -> str:
     price = request.flags.price_per_gpu_hour
     if price is None:
@@ -203,13 +211,14 @@ def _save(priced: PricedPlan, request: PlanRequest) -> None:
 
 # ---- other modes
 def _compare(request: PlanRequest, write: Write) -> bool:
-    pricer = _pricer(_task(request), request)
+    task = _task(request)
+    pricer = _pricer(task, request)
     files = tuple(request.flags.compare)
     first, second = (_priced_file(pricer, file, request) for file in files)
     plans = {"A": first, "B": second}
     unfit = [name for name, plan in plans.items() if not plan.can_run]
     cannot = f": {' and '.join(unfit)} cannot start on such devices" if unfit else ""
-    write(f"{request.flags.algorithm} on {request.flags.cluster}{cannot}\n{_setting(request)}\n")
+    write(f"{request.flags.algorithm} on {request.flags.cluster}{cannot}\n{_setting(request, task.roles)}\n")
     write(f"{compare_plans(first, second, (files[0], files[1]), request.flags.price_per_gpu_hour)}\n")
     return not unfit
 
@@ -237,13 +246,13 @@ def _sweep(request: PlanRequest, write: Write) -> bool:
     can_start = any(size.best is not None and size.best.can_start for size in sizes)
     head = "Best plans found" if can_start else "No plan that was found can start on such devices"
     write(f"{head}: {request.flags.algorithm} on {request.flags.cluster} with other numbers of nodes\n")
-    write(f"{_setting(request)}\n{sweep_table(sizes, request.flags.price_per_gpu_hour)}\n")
+    write(f"{_setting(request, task.roles)}\n{sweep_table(sizes, request.flags.price_per_gpu_hour)}\n")
     return can_start
 
 
 def check_plan(request: PlanRequest, write: Write) -> None:
     """Write the memory table of a plan; PlanError, after the table, if the plan does not fit."""
-    flow, workload = request.dataflow, request.workload
+    flow = request.dataflow
     plan = _load_plan(request.flags.check, request).completed(flow)
     world_size = 1 + max(rank for layout in plan.layouts for rank in layout.ranks)
     plan.check(flow, request.num_devices or world_size)
@@ -251,6 +260,7 @@ def check_plan(request: PlanRequest, write: Write) -> None:
         refuse_generation_layouts(request.run.module, flow, plan)
     roles = _roles(request, is_priced=False)
     plan.check_models(flow, {name: role.model for name, role in roles.items()})
+    workload = _with_images(request, roles)
 
     def forecast(wanted: PlanRequest, roles: Mapping[str, RoleMemory], candidate: ExecutionPlan) -> MemoryForecast:
         return forecast_memory(flow, candidate, roles, _settings(wanted), workload, ranks=range(world_size))
@@ -262,7 +272,7 @@ def check_plan(request: PlanRequest, write: Write) -> None:
 
     current, budget = partial(forecast, request, roles), request.memory_budget
     if request.run is not None:
-        write(f"{request.flags.algorithm} of {request.run.files}\n{_setting(request)}\n")
+        write(f"{request.flags.algorithm} of {request.run.files}\n{_setting(request, roles)}\n")
     write(f"{current(plan).summary()}\n")
     excess = None if budget is None else find_excess(flow, plan, current, budget_bytes=budget, lighter=lighter)
     if excess is not None:
@@ -306,7 +316,7 @@ def _task(request: PlanRequest) -> PlanningTask:
         roles=roles,
         cluster=cluster,
         settings=_settings(request),
-        workload=request.workload,
+        workload=_with_images(request, roles),
         memory_budget=budget,
         headroom=request.headroom,
         generation_chunks=request.flags.generation_chunks,
@@ -320,24 +330,64 @@ def _pricer(task: PlanningTask, request: PlanRequest) -> PlanPricer:
         task.cluster,
         task.roles,
         task.settings,
-        request.workload,
+        task.workload or request.workload,
         efficiency=CPU_EFFICIENCY if request.is_cpu else None,
     )
     return PlanPricer(task, estimator)
 
 
-def _setting(request: PlanRequest) -> str:
-    load = request.workload
+def _with_images(request: PlanRequest, roles: Mapping[str, RoleMemory]) -> Workload:
+    """Return the workload with the images of the flags, as the first trained model reads them.
+
+    Raises:
+        PlanError: for images of a model without a tower, or of a family that cannot be run with images.
+    """
+    count, workload = request.flags.images_per_prompt, request.workload
+    if not count:
+        return workload
+    name = request.dataflow.trained_roles[0]
+    tower = roles[name].tower
+    if tower is None or tower.family not in IMAGE_FAMILIES:
+        raise PlanError(
+            f"--images-per-prompt={count}, but {name}={request.sources[name]} is not of a family that reads images "
+            f"({', '.join(sorted(IMAGE_FAMILIES))}); leave the flag out, or name a model that is"
+        )
+    width, height = map(int, request.flags.image_size.split("x"))
+    images = tower.read(height, width, count=count)
+    return replace(workload, images=images, prompt_tokens=workload.prompt_tokens + images.tokens)
+
+
+def _lengths(request: PlanRequest, roles: Mapping[str, RoleMemory]) -> Iterator[str]:
+    """Yield the numbers and lengths of sequences, and a sentence about the images of a model that reads them."""
+    load = _with_images(request, roles)
+    text, images = request.workload.prompt_tokens, load.images
+    of_images = "" if images is None else f" + {images.tokens:,}"
+    lengths = f"{text}{of_images} + {load.response_tokens} tokens"
+    yield f"{load.num_sequences} sequences of {lengths}, {request.flags.precision}"
+    towers = [name for name, role in roles.items() if role.tower is not None]
+    if images is not None:
+        count, size = request.flags.images_per_prompt, request.flags.image_size
+        trained = [name for name in towers if name in request.dataflow.trained_roles and roles[name].trains_tower]
+        yield (
+            f"{count} image{'s' if count > 1 else ''} of {size} in each prompt: {images.tokens:,} of its tokens, and "
+            f"{images.num_patches:,} patches for the tower, which is {'trained' if trained else 'frozen'}"
+        )
+    elif towers:
+        yield f"prompts without images, which {', '.join(towers)} could read: add --images-per-prompt 1"
+
+
+def _setting(request: PlanRequest, roles: Mapping[str, RoleMemory]) -> str:
     by_model: dict[str, list[str]] = {}
     for role, source in request.sources.items():
         by_model.setdefault(source, []).append(role)
     models = "; ".join(f"{', '.join(roles)}: {source}" for source, roles in by_model.items())
     device = "" if request.memory_budget is None else f", {gib(request.memory_budget)} a device{_headroom(request)}"
+    lengths, *images = _lengths(request, roles)
     lines = [
         models,
         *([f"adapters in {', '.join(request.adapters)}: {request.flags.peft}"] if request.adapters else []),
-        f"{load.num_sequences} sequences of {load.prompt_tokens} + {load.response_tokens} tokens, "
-        f"{request.flags.precision}{device}",
+        f"{lengths}{device}",
+        *images,
         *request.notes,
         *([ROOFLINE_NOTE] if request.flags.check is None else []),
     ]

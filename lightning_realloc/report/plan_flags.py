@@ -119,7 +119,9 @@ def _add_model_flags(parser: ArgumentParser) -> None:
 def _add_workload_flags(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--precision", type=str, default="bf16-mixed", help="bf16-mixed, bf16-true or 32-true.")
-    add("--prompt-length", type=int, default=512, help="Tokens of the longest prompt.")
+    add("--prompt-length", type=int, default=512, help="Tokens of the longest prompt, without its images.")
+    add("--images-per-prompt", type=int, default=0, help="Images of each prompt, for a model of images and text: 0.")
+    add("--image-size", type=str, default="1024x768", help="Width and height of an image in pixels: 1024x768.")
     add("--response-length", type=int, default=1024, help="Tokens of the longest response.")
     add("--batch", type=int, default=64, help="Sequences of an iteration: prompts times responses.")
     add("--responses-per-prompt", type=int, default=1, help="Responses that share a prompt's prefill.")
@@ -180,9 +182,12 @@ def refuse_contradictions(flags: Any) -> None:
         value = flags[name]
         if value is not None and not 0 < value < float("inf"):
             raise PlanError(f"--{name.replace('_', '-')}={value:g} must be a positive number")
-    for name in _COUNTS:
-        if flags[name] < 1:
-            raise PlanError(f"--{name.replace('_', '-')}={flags[name]} must be at least 1")
+    for name in (*_COUNTS, "images_per_prompt"):
+        least = 0 if name == "images_per_prompt" else 1
+        if flags[name] < least:
+            raise PlanError(f"--{name.replace('_', '-')}={flags[name]} must be at least {least}")
+    if re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", flags.image_size) is None:
+        raise PlanError(f"--image-size={flags.image_size} must be a width and a height in pixels, as in 1024x768")
     if flags.num_minibatches > flags.batch:
         raise PlanError(
             f"--num-minibatches={flags.num_minibatches} divides the --batch={flags.batch} responses of an iteration; "

@@ -40,6 +40,16 @@ PUBLISHED = {
     "HuggingFaceTB/SmolLM2-135M": 134_515_008,
     "HuggingFaceTB/SmolLM2-360M": 361_821_120,
     "HuggingFaceTB/SmolLM2-1.7B": 1_711_376_384,
+    "Qwen/Qwen2.5-VL-3B-Instruct": 3_754_622_976,
+    "Qwen/Qwen2.5-VL-7B-Instruct": 8_292_166_656,
+    "Qwen/Qwen3-VL-4B-Instruct": 4_437_815_808,
+    "Qwen/Qwen3-VL-8B-Instruct": 8_767_123_696,
+    "google/gemma-3-4b-it": 4_300_079_472,
+    "google/gemma-3-27b-it": 27_432_406_640,
+    "OpenGVLab/InternVL3-8B-hf": 7_944_373_760,
+    "HuggingFaceTB/SmolVLM2-2.2B-Instruct": 2_246_784_880,
+    "HuggingFaceTB/SmolVLM2-500M-Video-Instruct": 507_482_304,
+    "llava-hf/llava-1.5-7b-hf": 7_063_427_072,
 }
 
 
@@ -47,6 +57,8 @@ LIKE_OTHERS = (
     "meta-llama/Llama-2-7b-hf", "meta-llama/Llama-2-13b-hf", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B",
     "mistralai/Mixtral-8x7B-v0.1", "mistralai/Mixtral-8x22B-v0.1", "Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-72B",
     "Qwen/Qwen3-0.6B", "Qwen/Qwen3-32B", "HuggingFaceTB/SmolLM2-135M", "HuggingFaceTB/SmolLM2-1.7B",
+    "Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen3-VL-4B-Instruct", "google/gemma-3-4b-it", "google/gemma-3-27b-it",
+    "HuggingFaceTB/SmolVLM2-2.2B-Instruct",
 )  # fmt: skip
 """Models of a family and a way of tying that another one, or a test of small shapes, has as well."""
 

@@ -92,6 +92,31 @@ def test_adapters_are_counted_as_in_a_run(capsys: pytest.CaptureFixture[str]) ->
     assert fullest(adapted) < fullest(whole)
 
 
+VLM = "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"
+
+
+def test_images_lengthen_prompts_and_take_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    common = ("--actor", VLM, *SMALL, "--seconds", "0.2")
+    text = ask(capsys, *common)
+    images = ask(capsys, *common, "--images-per-prompt", "2", "--image-size", "640x480")
+    assert "prompts without images, which actor could read: add --images-per-prompt 1" in text
+    # 3 x 4 squares with 64 tokens and two around them, a break after each line, and the whole image.
+    assert f"16 sequences of 512 + {2 * (3 * (4 * 66 + 1) + 67):,} + 1024 tokens" in images
+    assert "2 images of 640x480 in each prompt: 1,724 of its tokens, and 26,624 patches for the tower" in images
+    assert "which is frozen" in images and "the error is unknown: estimates for images" in images
+    own, others = (float(re.search(r"^([0-9.]+) s an iteration", found, re.M)[1]) for found in (images, text))
+    assert own > others
+
+
+def test_images_without_a_size_or_a_tower_are_refused() -> None:
+    common = (*SMALL, "--images-per-prompt", "1")
+    assert f"actor={TINY} is not of a family that reads images" in refused("--actor", TINY, *common)
+    for size in ("640", "640x", "0x10", "axb"):
+        wrong = refused("--actor", VLM, *common, "--image-size", size)
+        assert f"--image-size={size} must be a width and a height in pixels, as in 1024x768" in wrong
+    assert "--images-per-prompt=-1 must be at least 0" in refused("--actor", VLM, *SMALL, "--images-per-prompt", "-1")
+
+
 def test_a_reward_model_takes_part_if_it_is_named_or_a_critic_is_trained() -> None:
     common = ("--actor", TINY, *SMALL)
     for arguments, scores in (
