@@ -184,7 +184,7 @@ def _without_tensor_parallel(task: PlanningTask) -> str:
 
 
 def _unmeasured(task: PlanningTask, request: PlanRequest) -> str | None:
-    """Return what a plan's estimates were never compared with measurements for; None for nothing."""
+    """Return the part of a plan whose estimates were never compared with measurements; None without one."""
     if request.is_cpu:
         return "CPUs"
     return "images" if task.workload is not None and task.workload.images is not None else None

@@ -17,9 +17,9 @@ from lightning_realloc.dataflow.pipeline_schedule import ScheduleName, idle_turn
 from lightning_realloc.layout.dims import ParallelDims
 from lightning_realloc.limits import MAX_CAPTURED_TOKENS
 from lightning_realloc.tuning.estimate.estimator import CallSeconds
+from lightning_realloc.tuning.estimate.group_placement import Placement
 from lightning_realloc.tuning.estimate.hardware import Group, Links
 from lightning_realloc.tuning.estimate.kernels import Kernels, TowerKernels
-from lightning_realloc.tuning.estimate.placement import Placement
 from lightning_realloc.tuning.memory.call_shape import CallShape
 from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
 from lightning_realloc.tuning.shapes.decoding import DecodeSegment, count_step_shapes, plan_decoding

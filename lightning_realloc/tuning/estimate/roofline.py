@@ -17,9 +17,9 @@ from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.tuning.estimate.cost import CallCost, Tokens
 from lightning_realloc.tuning.estimate.estimator import CallSeconds
+from lightning_realloc.tuning.estimate.group_placement import Placement
 from lightning_realloc.tuning.estimate.hardware import Device, Efficiency, Links
 from lightning_realloc.tuning.estimate.kernels import Kernels, TowerKernels
-from lightning_realloc.tuning.estimate.placement import Placement
 from lightning_realloc.tuning.memory.call_shape import CallShape
 from lightning_realloc.tuning.memory.memory_model import MemoryModel
 from lightning_realloc.tuning.memory.parts import MemorySettings, Workload

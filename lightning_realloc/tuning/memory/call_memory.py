@@ -251,7 +251,7 @@ class CallMemory:
         (_, tokens, rows), images = self._micro_batches(), self._images()
         return [
             *self._gathering(tokens),
-            MemoryParts(gathered=self._root, activations=images.working + images.pixels),
+            MemoryParts(gathered=self._root + self._buffer(self._root), activations=images.reading),
             MemoryParts(
                 gathered=self._root + self._block + self._buffer(self._block),
                 activations=self._working(tokens) + self._exchanged(tokens) + images.features + images.pixels,
@@ -298,7 +298,7 @@ class CallMemory:
         )
         moments = [
             *self._gathering(verified, kv_cache=last),
-            read + MemoryParts(gathered=self._root, activations=images.working + images.pixels),
+            read + MemoryParts(gathered=self._root + self._buffer(self._root), activations=images.reading),
             body + read + MemoryParts(activations=self._working(prefill) + images.features + images.pixels),
             body + MemoryParts(kv_cache=last + growth, activations=self._working(verified)),
             drawing,
@@ -341,7 +341,7 @@ class CallMemory:
         images = self._images()
         kept = math.ceil(in_flight * (self._kept_activations(tokens) + images.saved)) + self._waiting(count, tokens)
         others, own = math.ceil(kept * (1 - 1 / max(1, in_flight))), images.saved + images.backward
-        master, sizes = self.settings.master_bytes, self.sizes
+        master, sizes, arrived = self.settings.master_bytes, self.sizes, self._root + self._buffer(self._root)
         block, root = sizes.trained_block * self.weight_bytes, sizes.trained_root * self.weight_bytes
         shards = sizes.num_trained_sharded * master
         # FSDP accumulates unsharded gradients up to the last micro-batch, since one reduction costs less than many.
@@ -351,7 +351,7 @@ class CallMemory:
         backward = self._backward(tokens)
         moments = [
             *self._gathering(tokens, gradients=earlier),
-            MemoryParts(gathered=self._root, gradients=earlier, activations=others + images.working),
+            MemoryParts(gathered=arrived, gradients=earlier, activations=others + images.working),
             MemoryParts(  # backward pass of the loss: the logits, their gradient and two fp32 chunks
                 gradients=earlier,
                 activations=kept + head,

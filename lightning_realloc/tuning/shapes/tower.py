@@ -68,6 +68,11 @@ class TowerBytes(NamedTuple):
     backward: int = 0
     """Bytes that the backward pass of one of its blocks adds."""
 
+    @property
+    def reading(self) -> int:
+        """Peak bytes while the tower runs."""
+        return self.pixels + self.working
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tower:

@@ -14,7 +14,7 @@ from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.cuts import TensorParallelCut, sharded, sharded_experts
 from lightning_realloc.layout.dims import AXES, Layout, ParallelDims
 from lightning_realloc.layout.model import ModelLayout, ModelSpec, ParamSpec
-from lightning_realloc.tuning.estimate.placement import Placement
+from lightning_realloc.tuning.estimate.group_placement import Placement
 from lightning_realloc.tuning.search.space import (
     MIN_SLICE_TOKENS,
     RUNS_OF_A_STAGE,
