@@ -6,13 +6,18 @@ No tensor operations at import: the generation loop passes inputs on without rea
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+from lightning_realloc.errors import DataError
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+_SIZES = frozenset({"image_sizes", "pixel_attention_mask"})
+"""Further inputs that say which of an image's values are no padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,25 +73,37 @@ def prompt_digest(token_ids: Sequence[int], extras: Mapping[str, Tensor], *, of_
 
 
 def joined_inputs(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the further inputs of several prompts, concatenated along dim 0.
+    """Return the further inputs of several prompts, one after another along dim 0.
 
-    Where other dims differ, such as heights of images or numbers of their parts, zeros follow the smaller ones. Models
-    read no further than the sizes say, which are among the inputs.
+    Images of different sizes are padded with zeros behind their values, where their prompts say how large each is.
+
+    Raises:
+        DataError: for inputs of different shapes otherwise.
     """
-    from torch import cat
-    from torch.nn.functional import pad
-
     rows: dict[str, list[Tensor]] = {}
     for part in parts:
         for name, values in part.items():
             rows.setdefault(name, []).append(values)
-    joined: dict[str, Tensor] = {}
-    for name, several in rows.items():
-        if len({values.shape[1:] for values in several}) > 1:
-            sizes = [max(lengths) for lengths in zip(*(values.shape[1:] for values in several), strict=True)]
-            several = [
-                pad(v, [n for most, own in zip(sizes[::-1], v.shape[:0:-1], strict=True) for n in (0, most - own)])
-                for v in several
-            ]
-        joined[name] = cat(several)
-    return joined
+    return {name: _joined(name, several, rows.keys() & _SIZES) for name, several in rows.items()}
+
+
+def _joined(name: str, parts: Sequence[Tensor], sizes: Collection[str]) -> Tensor:
+    from torch import cat
+    from torch.nn.functional import pad
+
+    parts = [values for values in parts if len(values)] or parts[:1]
+    shapes = {tuple(values.shape[1:]) for values in parts}
+    if len(shapes) == 1:
+        return cat(list(parts))
+    if not sizes or len({len(shape) for shape in shapes}) > 1:
+        raise DataError(
+            f"the input {name!r} has rows of the shapes {sorted(shapes)} in different prompts, and they share a batch; "
+            f"give rows of one shape, or give {' or '.join(sorted(_SIZES))} too, which say how large each image is"
+        )
+    largest = [max(lengths) for lengths in zip(*shapes, strict=True)]
+
+    def padded(values: Tensor) -> Tensor:
+        missing = [most - own for most, own in zip(largest, values.shape[1:], strict=True)]
+        return pad(values, [number for each in reversed(missing) for number in (0, each)])
+
+    return cat([padded(values) for values in parts])

@@ -9,6 +9,7 @@ from typing import Any, TextIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_realloc.batch.samples import Samples
+from lightning_realloc.callbacks.loggers.logged_table import plain_text
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.remote_path import local_path
 
@@ -69,7 +70,7 @@ class PredictionWriter(Callback):
         assert isinstance(outputs, Samples), "predict_step returns samples"
         for row in pl_module.sample_rows(outputs.sorted_by_id()):  # type: ignore[operator]
             # Data may hold dates and other types that JSON does not support.
-            self._file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+            self._file.write(json.dumps(row, ensure_ascii=False, default=plain_text) + "\n")
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Rename the complete file."""

@@ -5,15 +5,16 @@ Ranks exchange the first samples together with the iteration's metadata; the fir
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_realloc.batch.json_column import json_values
-from lightning_realloc.batch.samples import Samples
+from lightning_realloc.batch.samples import IMAGES, Samples
 from lightning_realloc.callbacks.loggers.logged_table import Row, Table
+from lightning_realloc.callbacks.loggers.row_images import row_images
 from lightning_realloc.callbacks.loggers.writers import WRITERS, LoggerOutput, logger_writer
 from lightning_realloc.callbacks.run_view import run_view
 from lightning_realloc.environments.columns import CONVERSATION
@@ -38,7 +39,8 @@ class RolloutTable(Callback):
     is named in a warning, and training goes on.
 
     Conversations with environments of messages are texts in the table. Next to a CSV file, ``rollouts.jsonl`` has
-    them as data, which reports show as turns.
+    them as data, which reports show as turns. Of images there are thumbnails in ``rollouts_images``, which the table
+    names and reports show.
 
     Args:
         every_n_steps: Iterations between tables; the first iteration of a run has one, too.
@@ -97,16 +99,22 @@ class RolloutTable(Callback):
         shown = run_view(trainer).shown
         rows = [row for samples in shown for row in sample_rows(samples)]
         if rows:  # empty if all responses wait for the next iteration
-            self._write(trainer, rows, [talk for samples in shown for talk in _conversations(samples)])
+            images = row_images([one for samples in shown for one in samples.data.get(IMAGES, ())])
+            if images is not None:
+                rows = [{**row, IMAGES: names} for row, names in zip(rows, images.names, strict=True)]
+            talks = [talk for samples in shown for talk in _conversations(samples)]
+            self._write(trainer, rows, talks, {} if images is None else images.files)
 
-    def _write(self, trainer: Trainer, rows: Sequence[Row], conversations: Sequence[Row]) -> None:
+    def _write(
+        self, trainer: Trainer, rows: Sequence[Row], conversations: Sequence[Row], files: Mapping[str, bytes]
+    ) -> None:
         step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as loggers count the metrics of an iteration
         rows = [{"step": step, **row} for row in rows]
         talks = [
             {**{name: row.get(name) for name in _OF_CONVERSATIONS}, **talk}
             for row, talk in zip(rows, conversations, strict=bool(conversations))
         ]
-        table = Table(_TABLE_NAME, tuple(rows), step, self._begins_run, tuple(talks))
+        table = Table(_TABLE_NAME, tuple(rows), step, self._begins_run, tuple(talks), files)
         self._begins_run = False
         if self.path is not None:
             self._output.attempt(str(self.path), _TABLE_NAME, table.append_to, self.path)

@@ -7,10 +7,11 @@ more forward for each turn.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from transformers import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
+from lightning_realloc.batch.model_input import ModelInput, joined_inputs
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.base_engine import Engine, EngineCall
 from lightning_realloc.generation.core.capabilities import CAPABILITIES, NATIVE_HINTS
@@ -32,6 +34,11 @@ from lightning_realloc.generation.loop.environment import Agree
 from lightning_realloc.generation.loop.rounds import Rounds
 from lightning_realloc.generation.loop.run import DIVERGED, GenerationStats, not_finite
 from lightning_realloc.runtime.model.batching_limits import experts_obstacle, generation_obstacle, has_plain_layers
+from lightning_realloc.runtime.model.image_inputs import (
+    placeholder_ids,
+    present_inputs,
+    token_types,
+)
 from lightning_realloc.runtime.parallel.tensor_parallel import tensor_parallel_group
 from lightning_realloc.setting_hints import suggest_settings
 
@@ -101,7 +108,8 @@ class HFEngine(Engine):
         context = min(length_bounds(self._model, None).values(), default=math.inf)
 
         def complete_turns(samples: Sequence[Sample], on_ended: Callable[[Sequence[Sample]], None]) -> None:
-            for batch in _batches(samples, most=self._max_slots, context=context, pads=self._pads(samples)):
+            pads = self._pads(samples)
+            for batch in _batches(samples, most=self._max_slots, context=context, pads=pads):
                 counts.update(self._run_batch(batch, call.params, call.stop))
                 on_ended(batch)
 
@@ -132,12 +140,15 @@ class HFEngine(Engine):
         """Return whether sequences of different lengths may share a batch; checked once, when there are any.
 
         Some families ignore the mask of a padded batch, as Reformer does. Others attend to blocks, or to a number of
-        tokens, which padding shifts for long sequences only.
+        tokens, which padding shifts for long sequences only. And padding may not repeat a token that stands for a
+        further input, which is known for images alone.
         """
-        sequences = sorted((sample.sequence for sample in samples), key=len) if self._may_pad is None else []
-        if sequences and len(sequences[0]) < len(sequences[-1]):
-            width = len(sequences[-1])
-            self._may_pad = has_plain_layers(self._model) and _heeds_padding(self._model, sequences[0], width=width)
+        if not placeholder_ids(self._model) and any(sample.input.extras for sample in samples):
+            return False
+        by_length = sorted(samples, key=lambda sample: len(sample.sequence)) if self._may_pad is None else []
+        if by_length and len(by_length[0].sequence) < len(by_length[-1].sequence):
+            width = len(by_length[-1].sequence)
+            self._may_pad = has_plain_layers(self._model) and _heeds_padding(self._model, by_length[0], width=width)
             if not self._may_pad:
                 _log.warning(
                     "%s may predict other tokens after a padded prompt, so batches hold prompts of one length only",
@@ -152,11 +163,12 @@ class HFEngine(Engine):
         rows = [
             replace(s, token_ids=[*s.token_ids], logprobs=[*s.logprobs], model_mask=[*s.model_mask]) for s in samples
         ]
-        num_steps = self._generate(sequences, rows, params, stop)
+        inputs = [sample.input for sample in samples]
+        num_steps = self._generate(sequences, inputs, rows, params, stop)
         num_generated = 0
         for sample, sequence, row in zip(samples, sequences, rows, strict=True):
             turn = row.token_ids[len(sample.token_ids) :]
-            sample.grow(turn, self._logprobs(sequence, turn, params))
+            sample.grow(turn, self._logprobs(sequence, turn, sample.input, params))
             sample.finish_reason = row.finish_reason
             num_generated += len(turn)
         bad = [sample.sample_id for sample in samples if not math.isfinite(sum(sample.logprobs))]
@@ -170,18 +182,23 @@ class HFEngine(Engine):
         }
 
     def _generate(
-        self, sequences: Sequence[Sequence[int]], rows: Sequence[Sample], params: SamplingParams, stop: StopRule
+        self,
+        sequences: Sequence[Sequence[int]],
+        inputs: Sequence[ModelInput],
+        rows: Sequence[Sample],
+        params: SamplingParams,
+        stop: StopRule,
     ) -> int:
         """Add the tokens of a turn to ``rows``, without log-probabilities; return the number of steps."""
         width = max(map(len, sequences))
-        ids, mask = _padded(sequences, width, self._device)
+        arguments = _arguments(self._model, sequences, inputs, width)
         settings = {
             "stopping_criteria": StoppingCriteriaList([_Stops(rows, stop)]),
             "logits_processor": LogitsProcessorList([_EarlyStops(rows, stop)]),
         }
         try:
-            with _in_place_of_own(self._model, _config(params, rows)):
-                output = self._model.generate(ids, attention_mask=mask, **settings)
+            with _in_place_of_own(self._model, _config(params, rows)), _passed_once(self._model, inputs):
+                output = self._model.generate(**arguments, **settings)
         except RuntimeError as error:
             if "probability tensor" not in str(error):  # torch.multinomial's message, which names no rows
                 raise
@@ -192,10 +209,14 @@ class HFEngine(Engine):
         num_steps: int = output.shape[1] - width
         return num_steps
 
-    def _logprobs(self, before: Sequence[int], turn: Sequence[int], params: SamplingParams) -> list[float]:
-        ids = torch.tensor([[*before, *turn]], device=self._device)
-        logits: Tensor = self._model(ids, use_cache=False).logits[0, len(before) - 1 : -1]
-        values: list[float] = sampling_logprobs(logits, ids[0, len(before) :], params).tolist()
+    def _logprobs(
+        self, before: Sequence[int], turn: Sequence[int], given: ModelInput, params: SamplingParams
+    ) -> list[float]:
+        sequence = [*before, *turn]
+        arguments = _arguments(self._model, [sequence], [given], len(sequence))
+        del arguments["attention_mask"]  # without padding
+        logits: Tensor = self._model(**arguments, use_cache=False).logits[0, len(before) - 1 : -1]
+        values: list[float] = sampling_logprobs(logits, arguments["input_ids"][0, len(before) :], params).tolist()
         return values
 
 
@@ -209,8 +230,30 @@ def _in_place_of_own(model: Any, config: GenerationConfig) -> Iterator[None]:
         model.generation_config = own
 
 
-def _heeds_padding(model: Any, prompt: Sequence[int], *, width: int) -> bool:
-    """Return whether ``model`` predicts the same after a prompt that is padded to ``width``, up to rounding.
+@contextmanager
+def _passed_once(model: nn.Module, inputs: Iterable[ModelInput]) -> Iterator[None]:
+    """Give a model the further inputs of prompts with these alone, and not again with each token of a response.
+
+    Transformers' ``generate`` does so for inputs that it knows.
+    """
+    names = {name for given in inputs for name in given.extras}
+
+    def drop(_module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        is_prompt = named["input_ids"].shape[1] > 1
+        return arguments, {name: value for name, value in named.items() if is_prompt or name not in names}
+
+    if not names:
+        yield
+        return
+    handle = model.register_forward_pre_hook(drop, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _heeds_padding(model: Any, sample: Sample, *, width: int) -> bool:
+    """Return whether ``model`` predicts the same after a sample's tokens that are padded to ``width``, up to rounding.
 
     Two tokens are compared: the first follows from reading the prompt, the second from the cache.
     """
@@ -218,10 +261,10 @@ def _heeds_padding(model: Any, prompt: Sequence[int], *, width: int) -> bool:
         max_new_tokens=2, do_sample=False, pad_token_id=0, return_dict_in_generate=True, output_logits=True
     )
     logits: list[Tensor] = []
-    for length in (len(prompt), width):
-        ids, mask = _padded([prompt], length, next(model.parameters()).device)
-        with _in_place_of_own(model, config):
-            logits.append(torch.cat(model.generate(ids, attention_mask=mask).logits).float())
+    for length in (len(sample.sequence), width):
+        arguments = _arguments(model, [sample.sequence], [sample.input], length)
+        with _in_place_of_own(model, config), _passed_once(model, [sample.input]):
+            logits.append(torch.cat(model.generate(**arguments).logits).float())
     expected, padded = logits
     if (
         expected.isfinite().all() and not padded.isfinite().all()
@@ -231,14 +274,34 @@ def _heeds_padding(model: Any, prompt: Sequence[int], *, width: int) -> bool:
     return not bool(differs.any())
 
 
-def _padded(prompts: Sequence[Sequence[int]], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return token ids (B, width) and mask (B, width) of prompts.
+def _arguments(
+    model: Any, sequences: Sequence[Sequence[int]], inputs: Sequence[ModelInput], width: int
+) -> dict[str, Tensor]:
+    """Return the arguments with which a model reads sequences on the left of which is padding up to ``width``."""
+    device = next(model.parameters()).device
+    ids, mask = _padded(sequences, width, placeholder_ids(model))
+    extras = joined_inputs([given.extras for given in inputs])
+    further = {name: values.to(device) for name, values in present_inputs(model, extras).items()}
+    if further and placeholder_ids(model):
+        taken = inspect.signature(type(model).forward).parameters
+        types = token_types(model, ids).to(device)
+        further |= {name: types for name in ("mm_token_type_ids", "token_type_ids") if name in taken}
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device), **further}
 
-    Padding repeats a prompt's first token, because a repetition penalty counts padding too.
+
+def _padded(sequences: Sequence[Sequence[int]], width: int, placeholders: Collection[int]) -> tuple[Tensor, Tensor]:
+    """Return token ids (B, width) and mask (B, width) of sequences, on the host.
+
+    Padding repeats a sequence's first token, because a repetition penalty counts padding too: the first one that stands
+    for no part of an image, as each of those takes a feature.
     """
-    ids = [[prompt[0]] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+    ids, mask = [], []
+    for sequence in sequences:
+        num_padding = width - len(sequence)
+        repeated = next((token for token in sequence if token not in placeholders), 0)
+        ids.append([*[repeated] * num_padding, *sequence])
+        mask.append([0] * num_padding + [1] * len(sequence))
+    return torch.tensor(ids), torch.tensor(mask)
 
 
 def _batches(samples: Iterable[Sample], *, most: int, context: float, pads: bool = True) -> list[list[Sample]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.errors import ConfigError, GenerationError
-from lightning_realloc.generation import GenerationEngine, HFEngine, SamplingParams, Speculation
+from lightning_realloc.generation import GenerationEngine, HFEngine, SamplingParams, Speculation, VLLMEngine
 from lightning_realloc.generation.speculative.lookup import HistoryDrafter
 from tests.models import PLACEHOLDER, model_with_features, tiny_model
 
@@ -52,6 +52,13 @@ def naive_response(model: torch.nn.Module, given: ModelInput, most: int) -> list
         if ids[-1] == 2:
             break
     return ids[len(given.token_ids) :]
+
+
+@torch.no_grad()
+def test_the_engine_hf_passes_features_on() -> None:
+    model, inputs = model_with_features(), draw_inputs(6)
+    made = HFEngine(model).generate(inputs, GREEDY)
+    assert [list(one.token_ids) for one in made[::2]] == [naive_response(model, given, 12) for given in inputs]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -96,8 +103,8 @@ def test_history_tells_prompts_apart_by_their_features() -> None:
 
 def test_engines_and_models_that_cannot_read_an_input_refuse_it() -> None:
     (given, _) = draw_inputs(2)
-    with pytest.raises(GenerationError, match=r"input 'features' needs an engine that passes further inputs.*'native'"):
-        HFEngine(model_with_features()).generate([given], GREEDY)
+    with pytest.raises(GenerationError, match=r"input 'features' needs .* passes further inputs.*'native'.*'hf'"):
+        VLLMEngine(model_with_features()).generate([given], GREEDY)
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM.forward has no argument 'features'"):
         GenerationEngine(tiny_model("llama")).generate([given], GREEDY)
     with pytest.raises(GenerationError, match="batch_invariant=True"):

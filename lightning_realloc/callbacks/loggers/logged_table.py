@@ -6,9 +6,10 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TextIO
 
+from lightning_realloc.callbacks.loggers.row_images import KeyedImages
 from lightning_realloc.remote_path import AnyPath, RemotePath
 
 MAX_MARKDOWN_CELL_CHARACTERS = 1000
@@ -30,6 +31,8 @@ class Table:
     """Whether files of an earlier run are replaced."""
     conversations: tuple[Row, ...] = ()
     """Conversations of the rows as data; empty without any."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Thumbnails that cells name, by name."""
 
     @property
     def columns(self) -> list[str]:
@@ -44,8 +47,8 @@ class Table:
     def append_to(self, path: AnyPath) -> None:
         """Append the rows to a CSV file; columns that its header lacks are dropped.
 
-        Conversations go to a file next to it with the suffix ``.jsonl``, one a line. In an object store, which cannot
-        append, the whole files are written again, in one request each.
+        Conversations go to a file next to it with the suffix ``.jsonl``, one a line, and thumbnails into a folder. In
+        an object store, which cannot append, the whole files are written again, in one request each.
 
         Raises:
             OSError: if it cannot be written. Stores raise errors of other classes, too.
@@ -53,6 +56,7 @@ class Table:
         lines = path.parent / f"{path.name.removesuffix(path.suffix)}.jsonl"
         if self.conversations or (self.begins_run and lines.is_file()):
             self._append_conversations(lines)
+        self._write_files(files_folder(path))
         appends = path.is_file() and not self.begins_run
         if isinstance(path, RemotePath):
             earlier = path.read_text("utf-8") if appends else ""
@@ -66,8 +70,14 @@ class Table:
         with path.open("a" if appends else "w", newline="", encoding="utf-8") as file:
             file.write(self.to_csv(header))
 
+    def _write_files(self, folder: AnyPath) -> None:
+        if self.files and not isinstance(folder, RemotePath):
+            folder.mkdir(parents=True, exist_ok=True)
+        for name, content in self.files.items():
+            (folder / name).write_bytes(content)
+
     def _append_conversations(self, path: AnyPath) -> None:
-        text = "".join(json.dumps(one, ensure_ascii=False, default=str) + "\n" for one in self.conversations)
+        text = "".join(json.dumps(one, ensure_ascii=False, default=plain_text) + "\n" for one in self.conversations)
         appends = path.is_file() and not self.begins_run
         if isinstance(path, RemotePath):
             path.write_bytes(((path.read_text("utf-8") if appends else "") + text).encode(errors="replace"))
@@ -86,6 +96,11 @@ class Table:
         return file.getvalue()
 
 
+def files_folder(path: AnyPath) -> AnyPath:
+    """Return the folder of the thumbnails that a CSV file names, next to it."""
+    return path.parent / f"{path.name.removesuffix(path.suffix)}_images"
+
+
 def markdown(rows: Sequence[Row]) -> str:
     """Return rows with the same columns as a Markdown table; long cells are cut."""
     header = list(rows[0])
@@ -94,12 +109,19 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def cell_text(value: object) -> str:
-    """Return a value as text: numbers with six digits, None as "", lists and mappings as JSON."""
-    if value is None:
+    """Return a value as text: numbers with six digits, None and () as "", lists and mappings as JSON."""
+    if value is None or (isinstance(value, tuple) and not value):
         return ""
     if isinstance(value, float):
         return f"{value:.6g}"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=plain_text)
+
+
+def plain_text(value: object) -> str:
+    """Return a value that JSON does not know as text; bytes and images as their number alone."""
+    if isinstance(value, KeyedImages):
+        return f"{len(value)} images with the key {value.key:016x}"
+    return f"{len(value):,} bytes" if isinstance(value, bytes | bytearray) else str(value)
 
 
 def _header(file: TextIO) -> list[str]:

@@ -38,7 +38,7 @@ _MEANINGS: Mapping[Capability, str] = {
 
 CAPABILITIES: Mapping[str, frozenset[Capability]] = {
     "native": frozenset(_MEANINGS) - {"vllm"},
-    "hf": frozenset({"environment", "partners", "same_logprobs", "tensor_parallel"}),
+    "hf": frozenset({"environment", "extra_inputs", "partners", "same_logprobs", "tensor_parallel"}),
     "vllm": frozenset({"cache_bound", "environment", "vllm"}),
 }
 """Engine -> its capabilities."""

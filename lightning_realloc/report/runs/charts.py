@@ -6,8 +6,9 @@ The page, the Markdown and the JSON of a report show the same values. Texts are 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from lightning_realloc.report.formats import gib
@@ -19,7 +20,7 @@ SMOOTHED_FROM = 60
 """Points of a line from which a trailing mean is drawn over it."""
 SMOOTHED_SHARE = 20
 """A trailing mean covers one of this many parts of the run."""
-NUMBER, TEXT = "number", "text"
+NUMBER, TEXT, PICTURES = "number", "text", "pictures"
 """Kinds of columns."""
 
 
@@ -109,8 +110,10 @@ def table(
     *,
     searchable: bool = False,
     note: str = "",
+    pictures: Mapping[str, str] = MappingProxyType({}),
 ) -> Json:
-    """Return a table. A cell is a text, a number, None, or `cell` for a number that is shown with its unit."""
+    """Return a table. A cell is a text, a number, None, `cell` for a number that is shown with its unit, or
+    `picture_cell`; ``pictures`` has the addresses of data of the pictures that cells name."""
     return {
         "id": key,
         "title": title,
@@ -118,6 +121,7 @@ def table(
         "rows": [list(row) for row in rows],
         "searchable": searchable,
         "note": note,
+        "pictures": dict(pictures),
     }
 
 
@@ -125,6 +129,11 @@ def cell(value: float, unit: str) -> Json | None:
     """Return a number that tables sort by, with the text that they show; None if it is not finite."""
     value = float(value)
     return {"value": value, "text": quantity(value, unit)} if math.isfinite(value) else None
+
+
+def picture_cell(names: Sequence[str]) -> Json | None:
+    """Return a cell with the names of pictures, which text formats show; None without any."""
+    return {"value": len(names), "text": ", ".join(names), "pictures": list(names)} if names else None
 
 
 def quantity(value: float, unit: str = "") -> str:

@@ -24,6 +24,7 @@ from lightning_realloc.remote_path import AnyPath
 from lightning_realloc.report.runs.conversations import CONVERSATIONS_FILE, read_conversations
 from lightning_realloc.report.runs.rank_time import RankTime, RankTimeBuilder
 from lightning_realloc.report.runs.series import Series, collect_series
+from lightning_realloc.report.runs.thumbnails import IMAGES_COLUMN, IMAGES_FOLDER, read_thumbnails
 
 METRICS_TABLE, ROLLOUTS_TABLE, CONFIG_FILE = "metrics.csv", "rollouts.csv", "config.yaml"
 MAX_CELL_CHARACTERS = 2000
@@ -46,6 +47,8 @@ class Rollouts:
     rows: tuple[tuple[str, ...], ...] = ()
     num_left_out: int = 0
     """Older samples that were left out."""
+    thumbnails: Mapping[str, str] = field(default_factory=dict)
+    """Name in a cell of the column with images -> address of data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +221,10 @@ def _read_rollouts(path: Path, problems: list[str]) -> Rollouts:
         if room < 0:
             break
         kept.append(row)
-    return Rollouts(tuple(_cut(name) for name in columns), tuple(kept), num_rows - len(kept))
+    at = columns.index(IMAGES_COLUMN) if IMAGES_COLUMN in columns else None
+    of_images = [] if at is None else [row[at] for row in kept]
+    thumbnails = read_thumbnails(path.parent / IMAGES_FOLDER, of_images, problems)
+    return Rollouts(tuple(_cut(name) for name in columns), tuple(kept), num_rows - len(kept), thumbnails)
 
 
 def _cut(text: str) -> str:

@@ -64,7 +64,7 @@ function fillTable(state) {
   state.header.replaceChildren(...table.columns.map((column, at) => makeHeader(state, column, at)));
   if (focused >= 0) state.header.children[focused]?.querySelector("button").focus();
   const shown = matching.slice(0, state.limit);
-  state.body.replaceChildren(...shown.map((row) => make("tr", {}, ...row.map((cell, at) => makeCell(cell, table.columns[at])))));
+  state.body.replaceChildren(...shown.map((row) => make("tr", {}, ...row.map((cell, at) => makeCell(cell, table, at)))));
   state.more.hidden = shown.length === matching.length;
   const isPart = shown.length < table.rows.length;
   state.count.textContent = isPart || table.searchable ? `${shown.length} of ${table.rows.length} rows` : "";
@@ -81,12 +81,19 @@ function makeHeader(state, column, at) {
   return make("th", { scope: "col", class: column.kind, "aria-sort": order }, button);
 }
 
-function makeCell(cell, column) {
+function makeCell(cell, table, at) {
+  const column = table.columns[at];
   const text = textOf(cell);
+  if (cell?.pictures) return make("td", { class: column.kind }, ...cell.pictures.map((name) => makePicture(table.pictures[name], name)));
   const kind = text.length > SHORT_CELL ? `${column.kind} long` : column.kind;
   if (text.length <= LONG_CELL) return make("td", { class: kind }, text);
   const summary = make("summary", {}, `${text.slice(0, LONG_CELL)}…`);
   return make("td", { class: kind }, make("details", {}, summary, text.slice(LONG_CELL)));
+}
+
+/* Addresses hold the picture itself; one that the report left out is its name. */
+function makePicture(address, name) {
+  return address === undefined ? make("span", { class: "quiet" }, name) : make("img", { src: address, alt: name });
 }
 
 function textOf(cell) {

@@ -10,6 +10,7 @@ import numpy as np
 
 from lightning_realloc.report.runs.charts import (
     NUMBER,
+    PICTURES,
     TEXT,
     Json,
     column,
@@ -17,12 +18,14 @@ from lightning_realloc.report.runs.charts import (
     line,
     line_chart,
     lines_of,
+    picture_cell,
     quantity,
     section,
     table,
 )
 from lightning_realloc.report.runs.run_folder import MAX_CELL_CHARACTERS, RunFolder, as_number
 from lightning_realloc.report.runs.series import Series
+from lightning_realloc.report.runs.thumbnails import IMAGES_COLUMN, thumbnail_names
 
 _GENERATION = (
     ("tokens_per_step", "Tokens per decoding step", "tokens", "speculation=Speculation()"),
@@ -83,13 +86,21 @@ def rollouts_section(run: RunFolder) -> Json:
         for at in range(len(rollouts.columns))
     ]
     order = sorted(range(len(numeric)), key=lambda at: (rollouts.columns[at] not in _FIRST, not numeric[at]))
-    columns = [column(rollouts.columns[at], NUMBER if numeric[at] else TEXT) for at in order]
-    rows = [[_conversation(row[at]) for at in order] for row in rollouts.rows]
+    kinds = [NUMBER if is_number else TEXT for is_number in numeric]
+    if rollouts.thumbnails:
+        kinds[rollouts.columns.index(IMAGES_COLUMN)] = PICTURES
+    columns = [column(rollouts.columns[at], kinds[at]) for at in order]
+    rows = [[_cell(row[at], kinds[at]) for at in order] for row in rollouts.rows]
     left_out = f"{rollouts.num_left_out:,} older samples are left out. " if rollouts.num_left_out else ""
     note = f"{left_out}Cells are cut at {MAX_CELL_CHARACTERS:,} characters."
-    tables = [table("rollouts", "Samples, the newest first", columns, rows, searchable=True, note=note)]
+    title, shown = "Samples, the newest first", rollouts.thumbnails
+    tables = [table("rollouts", title, columns, rows, searchable=True, note=note, pictures=shown)]
     charts = [chart for chart in [_rewards_chart(run)] if chart is not None]
     return section("rollouts", "Rollouts", charts=charts, tables=tables, conversations=run.conversations)
+
+
+def _cell(text: str, kind: str) -> str | Json | None:
+    return picture_cell(thumbnail_names(text)) if kind == PICTURES else _conversation(text)
 
 
 def _conversation(text: str) -> str:
