@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_realloc.batch.json_column import json_values
 from lightning_realloc.batch.samples import IMAGES, Samples
 from lightning_realloc.callbacks.loggers.logged_table import Row, Table
-from lightning_realloc.callbacks.loggers.row_images import row_images
+from lightning_realloc.callbacks.loggers.sample_thumbnails import row_images
 from lightning_realloc.callbacks.loggers.writers import WRITERS, LoggerOutput, logger_writer
 from lightning_realloc.callbacks.run_view import run_view
 from lightning_realloc.environments.columns import CONVERSATION

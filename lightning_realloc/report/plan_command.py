@@ -23,7 +23,6 @@ from lightning_realloc.report.plan_comparison import (
     money,
     sweep_table,
 )
-from lightning_realloc.report.plan_flags import OWN_PLAN
 from lightning_realloc.report.plan_report import (
     MAX_STATIC_PLANS,
     ROOFLINE_NOTE,
@@ -36,14 +35,14 @@ from lightning_realloc.report.plan_report import (
     setup_shortage,
     timeline_table,
 )
-from lightning_realloc.report.plan_request import PlanRequest, parse_request
+from lightning_realloc.report.plan_request import PlanRequest, load_plan, parse_request
 from lightning_realloc.runtime.model.image_inputs import IMAGE_FAMILIES
 from lightning_realloc.strategies.generation_limits import (
     GenerationLimits,
     generation_limits,
     refuse_generation_layouts,
 )
-from lightning_realloc.strategies.pool.memory_check import refuse_offload_without_gpu, settings_of_precision
+from lightning_realloc.strategies.pool.memory_check import settings_of_precision
 from lightning_realloc.tuning.estimate.hardware import CPU_EFFICIENCY
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
 from lightning_realloc.tuning.memory.advice import find_excess
@@ -224,7 +223,7 @@ def _compare(request: PlanRequest, write: Write) -> bool:
 
 
 def _priced_file(pricer: PlanPricer, file: str, request: PlanRequest) -> PricedPlan:
-    plan = _load_plan(file, request)
+    plan = load_plan(file, request)
     try:
         return pricer.price(plan)
     except PlanError as error:
@@ -253,7 +252,7 @@ def _sweep(request: PlanRequest, write: Write) -> bool:
 def check_plan(request: PlanRequest, write: Write) -> None:
     """Write the memory table of a plan; PlanError, after the table, if the plan does not fit."""
     flow = request.dataflow
-    plan = _load_plan(request.flags.check, request).completed(flow)
+    plan = load_plan(request.flags.check, request).completed(flow)
     world_size = 1 + max(rank for layout in plan.layouts for rank in layout.ranks)
     plan.check(flow, request.num_devices or world_size)
     if request.run is not None:
@@ -280,17 +279,6 @@ def check_plan(request: PlanRequest, write: Write) -> None:
 
 
 # ---- shared by all modes
-def _load_plan(file: str, request: PlanRequest) -> ExecutionPlan:
-    """Return the plan of a file, or of ``--config`` for `OWN_PLAN`."""
-    if file == OWN_PLAN:
-        assert request.run is not None, "--check without a file is refused without --config"
-        plan = request.run.plan()
-    else:
-        plan = ExecutionPlan.load(file)
-    refuse_offload_without_gpu(plan, "cpu" if request.is_cpu else "cuda")
-    return plan
-
-
 def _roles(request: PlanRequest, *, is_priced: bool) -> dict[str, RoleMemory]:
     sources, adapters, shares = request.sources, request.adapters, request.shares
     return read_roles(sources, request.dataflow, is_priced=is_priced, adapters=adapters, shares=shares)

@@ -15,6 +15,7 @@ from lightning_realloc.algorithms.base.adapters import AdapterSource
 from lightning_realloc.algorithms.rollout.partner_roles import has_own_model
 from lightning_realloc.algorithms.rollout.reward_sources import is_further
 from lightning_realloc.dataflow.dataflow import Dataflow
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.limits import DEFAULT_MICRO_BATCH_TOKENS
@@ -22,12 +23,14 @@ from lightning_realloc.remote_path import expand_home
 from lightning_realloc.report.plan_flags import (
     ALGORITHMS,
     DEFAULT_SEARCH_SECONDS,
+    OWN_PLAN,
     ROLES,
     parse_flags,
     plan_parser,
     refuse_contradictions,
 )
 from lightning_realloc.report.run_file import RunFile, planned_run, read_content
+from lightning_realloc.strategies.pool.memory_check import refuse_offload_without_gpu
 from lightning_realloc.tuning.memory.parts import HEADROOM, Workload, parse_bytes
 
 _LORA_OPTIONS = frozenset({"peft_type", "r", "target_modules", "lora_alpha"})
@@ -317,3 +320,14 @@ def _defaults(sources: Mapping[str, str], algorithm: type, *, has_critic: bool) 
     without = issubclass(algorithm, PolicyGradient) and algorithm.defaults.kl.weight == 0
     own = NO_MODEL if without else actor
     return {"actor": actor, "critic": critic, "reference": own, "reward": critic if has_critic else reward, **sources}
+
+
+def load_plan(file: str, request: PlanRequest) -> ExecutionPlan:
+    """Return the plan of a file, or of ``--config`` for `OWN_PLAN`."""
+    if file == OWN_PLAN:
+        assert request.run is not None, "--check without a file is refused without --config"
+        plan = request.run.plan()
+    else:
+        plan = ExecutionPlan.load(file)
+    refuse_offload_without_gpu(plan, "cpu" if request.is_cpu else "cuda")
+    return plan

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from lightning_realloc.callbacks.loggers.row_images import KeyedImages
+from lightning_realloc.callbacks.loggers.sample_thumbnails import KeyedImages
 from lightning_realloc.remote_path import AnyPath, RemotePath
 
 MAX_MARKDOWN_CELL_CHARACTERS = 1000

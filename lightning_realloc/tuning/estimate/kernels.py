@@ -11,7 +11,7 @@ from lightning_realloc.limits import is_tiled
 from lightning_realloc.tuning.estimate.hardware import Device
 from lightning_realloc.tuning.shapes.experts import Experts
 from lightning_realloc.tuning.shapes.model_shape import ModelShape
-from lightning_realloc.tuning.shapes.tower import PromptImages, Tower
+from lightning_realloc.tuning.shapes.tower import ImagesPerPrompt, Tower
 
 BACKWARD_ATTENTION = 2.5
 """Ratio of backward to forward flops of fused attention: five products for two, since it recomputes the scores."""
@@ -153,7 +153,7 @@ class TowerKernels:
     """Compute times of a tower over the images of prompts, which every rank of the first pipeline stage runs whole."""
 
     tower: Tower
-    images: PromptImages
+    images: ImagesPerPrompt
     """Images of one prompt."""
     blocks: Kernels
     """Times of the tower's blocks, whose tokens are patches."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from lightning_realloc.errors import PlanError
 from lightning_realloc.limits import DEFAULT_MICRO_BATCH_TOKENS
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
-from lightning_realloc.tuning.shapes.tower import PromptImages
+from lightning_realloc.tuning.shapes.tower import ImagesPerPrompt
 
 HEADROOM = 0.1
 """Fraction of a device's memory that chosen plans leave free, since forecasts err by up to 9 %. A larger value is
@@ -123,7 +123,7 @@ class Workload:
     """Responses per prompt, which share its prefill."""
     group_size: int = 1
     """Sequences that stay together in a micro-batch, such as the two of a pair."""
-    images: PromptImages | None = None
+    images: ImagesPerPrompt | None = None
     """Images of each prompt, for the towers of all roles; None without images."""
 
     @property

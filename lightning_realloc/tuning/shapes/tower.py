@@ -33,7 +33,7 @@ _PROJECTOR = re.compile(PROJECTOR_NAMES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptImages:
+class ImagesPerPrompt:
     """Images of a prompt, as a tower reads them."""
 
     num_parts: int
@@ -132,7 +132,7 @@ class Tower:
             outputs=config.get_text_config().hidden_size,
         )
 
-    def read(self, height: int, width: int, *, count: int = 1) -> PromptImages:
+    def read(self, height: int, width: int, *, count: int = 1) -> ImagesPerPrompt:
         """Return how the family reads ``count`` images of so many pixels.
 
         Raises:
@@ -141,7 +141,7 @@ class Tower:
         if min(height, width, count) < 1:
             raise PlanError(f"{count} images of {width}x{height} pixels: all three must be at least 1")
         parts, patches, tokens = _READERS[self.family](self, height, width)
-        return PromptImages(num_parts=count * parts, part_patches=patches, tokens=count * tokens)
+        return ImagesPerPrompt(num_parts=count * parts, part_patches=patches, tokens=count * tokens)
 
     @property
     def square_patches(self) -> int:
@@ -168,7 +168,7 @@ class Tower:
         return num_patches * _CHANNELS * self.frames * self.patch**2 * _FLOAT32
 
     def pass_bytes(
-        self, images: PromptImages, num_prompts: int, element_bytes: int, *, is_trained: bool, recomputes: bool
+        self, images: ImagesPerPrompt, num_prompts: int, element_bytes: int, *, is_trained: bool, recomputes: bool
     ) -> TowerBytes:
         """Return the bytes of a pass over the images of some prompts.
 

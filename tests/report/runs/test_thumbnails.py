@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightning_realloc.callbacks.loggers.logged_table import Table, files_folder
-from lightning_realloc.callbacks.loggers.row_images import thumbnail
+from lightning_realloc.callbacks.loggers.sample_thumbnails import thumbnail
 from lightning_realloc.report.runs import thumbnails
 from lightning_realloc.report.runs.page import script_text
 from lightning_realloc.report.runs.text import markdown_report

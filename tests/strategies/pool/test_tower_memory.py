@@ -18,7 +18,7 @@ from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.pool.memory_check import describe_roles, engine_memory
 from lightning_realloc.tuning.memory.forecast import forecast_memory
 from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
-from lightning_realloc.tuning.shapes.tower import PromptImages
+from lightning_realloc.tuning.shapes.tower import ImagesPerPrompt
 from tests.devices import CPU_ALONE
 from tests.matrices import matrix
 from tests.models import byte_tokenizer
@@ -108,7 +108,7 @@ def compare(family: str, plan: dict[str, Any], trains_tower: bool, has_images: b
     roles = describe_roles(module.roles(), {})
     assert roles["actor"].tower is not None and roles["actor"].trains_tower == trains_tower
     if has_images:
-        load = replace(load, images=PromptImages(num_parts=1, part_patches=(EDGE // PATCH) ** 2, tokens=64))
+        load = replace(load, images=ImagesPerPrompt(num_parts=1, part_patches=(EDGE // PATCH) ** 2, tokens=64))
     settings = MemorySettings(shares_memory=True, builds_on_device=True, engine=engine)
     rank = trainer.global_rank
     forecast = forecast_memory(strategy.pool.dataflow, strategy.pool.plan, roles, settings, load, ranks=(rank,))

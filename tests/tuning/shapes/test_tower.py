@@ -26,7 +26,7 @@ from lightning_realloc.tuning.memory.parts import MemoryParts, MemorySettings, W
 from lightning_realloc.tuning.shapes.model_shape import ModelShape
 from lightning_realloc.tuning.shapes.role_elements import elements_of
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
-from lightning_realloc.tuning.shapes.tower import PromptImages, Tower, is_of_tower, vision_params
+from lightning_realloc.tuning.shapes.tower import ImagesPerPrompt, Tower, is_of_tower, vision_params
 from tests.tuning.estimate.test_hardware import IDEAL
 from tests.tuning.examples import role_of
 from tests.tuning.memory.test_forecast import FLOW
@@ -187,7 +187,7 @@ def test_a_tower_is_trained_unless_all_of_it_before_the_projector_is_frozen() ->
 
 LOAD = Workload(
     num_sequences=8, prompt_tokens=100, response_tokens=20, micro_batch_tokens=240, samples_per_prompt=4,
-    images=PromptImages(num_parts=2, part_patches=128, tokens=64),
+    images=ImagesPerPrompt(num_parts=2, part_patches=128, tokens=64),
 )  # fmt: skip
 
 
@@ -255,7 +255,7 @@ def test_images_take_the_flops_of_their_patches_once_a_prompt_in_generation() ->
     load = Workload(
         num_sequences=16, prompt_tokens=1500, response_tokens=8, samples_per_prompt=8, micro_batch_tokens=1508
     )
-    images = PromptImages(num_parts=1, part_patches=3996, tokens=999)
+    images = ImagesPerPrompt(num_parts=1, part_patches=3996, tokens=999)
     with_images = replace(load, images=images)
     flops = ClusterSpec.parse("h100:1x8").device_flops
     # A patch meets the matrices of 32 blocks, and attends to 64 patches in 28 of them, else to all.
@@ -283,4 +283,4 @@ def test_images_of_no_pixels_and_no_patches_are_refused() -> None:
     with pytest.raises(PlanError, match="0 images of 10x20 pixels"):
         tower("gemma3", 14, 4, side=896).read(20, 10, count=0)
     with pytest.raises(PlanError, match="part_patches=0"):
-        PromptImages(num_parts=1, part_patches=0, tokens=1)
+        ImagesPerPrompt(num_parts=1, part_patches=0, tokens=1)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_realloc.callbacks.loggers.logged_table import Table, files_folder, plain_text
-from lightning_realloc.callbacks.loggers.row_images import MAX_THUMBNAIL_BYTES, row_images, thumbnail
+from lightning_realloc.callbacks.loggers.sample_thumbnails import MAX_THUMBNAIL_BYTES, row_images, thumbnail
 
 images = pytest.importorskip("PIL.Image")
 
