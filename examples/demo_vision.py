@@ -34,7 +34,7 @@ from examples.report import silence_hints
 from examples.sorting import tiny_llama
 from lightning_realloc import GRPO, SFT, SamplingParams, TrainOptions
 
-SETTINGS = Settings(folder=Path("runs/vision"), num_demonstrations=2000, warm_up_epochs=5, num_iterations=100)
+SETTINGS = Settings(folder=Path("runs/vision"), num_demonstrations=4000, warm_up_epochs=6, num_iterations=80)
 SIDE, PATCH = 24, 6
 """Height and width of drawings and of the tower's patches, in pixels."""
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220), "yellow": (235, 210, 50)}
@@ -130,7 +130,7 @@ def main(settings: Settings = SETTINGS) -> tuple[Scores, Scores]:
         tokenizer=processor,
         sampling=SamplingParams(n=8, max_new_tokens=4),
         evaluation_sampling=SamplingParams(n=4, max_new_tokens=4),
-        learning_rate=1e-3,
+        learning_rate=5e-4,
         train_options=TrainOptions(num_minibatches=2),
         seed=settings.seed,
     )
