@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import SGD
 
 from lightning_realloc import Conversation, MessageEnvironment, PromptDataModule, SamplingParams, StepResult
+from lightning_realloc.errors import ConfigError
 from lightning_realloc.strategies import ReallocStrategy
 from tests.data.images.test_rows import drawn, user
 from tests.matrices import matrix
@@ -73,6 +74,21 @@ def test_rows_with_images_train_alike_in_every_layout(workers: WorkerPool, famil
     everyone = workers.run(_train, family, PLANS[plan], init_process_group=False, deadline_s=150.0)
 
     runs.check_equal_to_one_rank(everyone, alone)
+
+
+def _refuse() -> str:
+    """Return the error of a run whose reference reads text alone."""
+    module = runs.grpo(actor=tiny_vision_model("llava"), tokenizer=tiny_processor("llava"))
+    with pytest.raises(ConfigError) as raised:
+        runs.trainer(ReallocStrategy(), 1, max_steps=1).fit(module, PromptDataModule(ROWS, batch_size=4))
+    assert module.tokens == []
+    return str(raised.value)
+
+
+def test_a_reference_of_text_is_refused_before_the_first_step(workers: WorkerPool) -> None:
+    (error,) = workers.run(_refuse, world_size=1, init_process_group=False)
+
+    assert "LlamaForCausalLM.forward has no argument 'pixel_values'" in error
 
 
 class Again(MessageEnvironment):

@@ -38,7 +38,7 @@ from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.algorithms.base.rollout_columns import sample_rows
 from lightning_realloc.algorithms.base.vocabulary import check_token_ids
 from lightning_realloc.algorithms.settings import check_not_negative, check_type
-from lightning_realloc.batch.samples import Samples
+from lightning_realloc.batch.samples import Samples, prompt_images
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.callbacks.progress.call_progress import CallProgress
 from lightning_realloc.callbacks.run_log import RunLog
@@ -54,7 +54,7 @@ from lightning_realloc.runtime.forward.attention.packed_attention import check_s
 from lightning_realloc.runtime.forward.liger import use_liger_kernels
 from lightning_realloc.runtime.forward.routers import check_balance
 from lightning_realloc.runtime.model.model_classes import Task
-from lightning_realloc.runtime.model.structure import TrainVision
+from lightning_realloc.runtime.model.structure import TrainVision, check_extra_inputs, transformers_model
 from lightning_realloc.seeds import seed_of_run
 from lightning_realloc.setting_hints import HintTable, SuggestsSettings, refuses_unknown
 from lightning_realloc.trainers import planned_iterations, trainer_callbacks
@@ -403,6 +403,10 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
         data = getattr(self.trainer, "datamodule", None)
         for split, table in data.tables.items() if isinstance(data, RowDataModule) else ():
             self._check_token_ids(table, kinds=("generate", "infer", "train"))
+            shown = next((images.inputs for images in prompt_images(table) if images is not None), {})
+            for role, model in self.models().items() if shown else ():
+                if role in packed_roles:
+                    check_extra_inputs(transformers_model(model), shown)
             if split == "val" and self.trainer.limit_val_batches:
                 for functions in self._reward_functions_kept():
                     functions.check_columns(table.data, "held-out data")

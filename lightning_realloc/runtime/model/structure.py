@@ -123,7 +123,7 @@ def check_extra_inputs(model: nn.Module, names: Iterable[str]) -> None:
     if missing := sorted(set(names) - _inputs(model)):
         raise ConfigError(
             f"{type(model).__name__}.forward has no argument {missing[0]!r}, which the samples bring as a further "
-            f"input; use a model that reads it, or leave the column 'input/{missing[0]}' out of the data"
+            f"input; use a model that reads it, or leave images, or the column 'input/{missing[0]}', out of the data"
         )
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if placeholder_ids(model) and kind not in IMAGE_FAMILIES:
