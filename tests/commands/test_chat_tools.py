@@ -40,18 +40,18 @@ class Script:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[ModelInput],
         params: SamplingParams,
         *,
         sample_ids: Sequence[int],
         on_tokens: Callable[[int, Sequence[int]], None],
     ) -> list[Completion]:
-        self.prompts.append(tokenizer_of(self._family).decode(list(prompts[0])))
+        self.prompts.append(tokenizer_of(self._family).decode(list(prompts[0].token_ids)))
         tokens = encode(self._family, self._texts.pop(0))
         on_tokens(sample_ids[0], tokens)
         none = (0.0,) * len(tokens)
         mask, versions = (True,) * len(tokens), (0,) * len(tokens)
-        made = ModelInput(tuple(prompts[0]))
+        made = prompts[0]
         return [Completion(sample_ids[0], 0, tuple(tokens), none, self._reason, mask, versions, made)]
 
 
