@@ -299,17 +299,25 @@ def fill(report: BenchmarkReport, work: Any, measured: Mapping[str, list[Turn]])
     report.require_at_least("sequences per CPU-second over TRL's", paired_ratio(theirs, ours), TARGET_RATIO)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Measure both arms in turns and report."""
-    parser = make_parser(__doc__ or "")
+def read_options(arguments: list[str] | None, description: str | None, *, steps: int) -> argparse.Namespace | None:
+    """Return the options of a comparison with TRL, and set its environment; None, with a message, without TRL."""
+    parser = make_parser(description or "")
     parser.add_argument("--turns", type=int, default=3, help="turns of each arm")
-    parser.add_argument("--steps", type=int, default=Workload().steps, help="measured steps in a turn")
-    options: argparse.Namespace = parser.parse_args(arguments)
+    parser.add_argument("--steps", type=int, default=steps, help="measured steps in a turn")
+    options = parser.parse_args(arguments)
     if importlib.util.find_spec("trl") is None:
         sys.stderr.write("this benchmark compares with TRL, which is not installed: pip install -e '.[bench]'\n")
-        return 2
+        return None
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "ACCELERATE_USE_CPU": "true"}
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure both arms in turns and report."""
+    options = read_options(arguments, __doc__, steps=Workload().steps)
+    if options is None:
+        return 2
     work = Workload(steps=options.steps)
     report = BenchmarkReport("trl", settings={"clock": "process CPU time", "turns": options.turns} | asdict(work))
     with tempfile.TemporaryDirectory(prefix="benchmark-trl-") as folder:

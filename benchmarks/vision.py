@@ -10,9 +10,6 @@ Run ``python -m benchmarks.vision``; it needs TRL.
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
-import os
 import random
 import sys
 import tempfile
@@ -20,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.harness import BenchmarkReport, make_parser
-from benchmarks.trl import Turn, fill, fit_grpo, fit_trl, take_turns
+from benchmarks.harness import BenchmarkReport
+from benchmarks.trl import Turn, fill, fit_grpo, fit_trl, read_options, take_turns
 
 MAX_MEMORY_RATIO = 1.0
 
@@ -119,15 +116,9 @@ def train_with_trl(work: Workload, folder: str) -> Turn:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure both arms in turns and report."""
-    parser = make_parser(__doc__ or "")
-    parser.add_argument("--turns", type=int, default=3, help="turns of each arm")
-    parser.add_argument("--steps", type=int, default=Workload().steps, help="measured steps in a turn")
-    options: argparse.Namespace = parser.parse_args(arguments)
-    if importlib.util.find_spec("trl") is None:
-        sys.stderr.write("this benchmark compares with TRL, which is not installed: pip install -e '.[bench]'\n")
+    options = read_options(arguments, __doc__, steps=Workload().steps)
+    if options is None:
         return 2
-    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "ACCELERATE_USE_CPU": "true"}
     work = Workload(steps=options.steps)
     report = BenchmarkReport("vision", settings={"clock": "process CPU time", "turns": options.turns} | asdict(work))
     with tempfile.TemporaryDirectory(prefix="benchmark-vision-") as folder:
