@@ -279,13 +279,13 @@ def take_turns(arms: Arms, work: Any, folder: str, turns: int) -> dict[str, list
     return measured
 
 
-def fill(report: BenchmarkReport, work: Any, measured: Mapping[str, list[Turn]]) -> None:
-    """Add a row for each arm, and the target."""
+def fill(report: BenchmarkReport, work: Any, measured: Mapping[str, list[Turn]], *, label: str = "") -> None:
+    """Add a row for each arm, and the target; ``label`` ends the names of both."""
     for arm, turns in measured.items():
         cpu_s = median(turn.cpu_s for turn in turns) / work.steps
         wall_s = median(turn.wall_s for turn in turns) / work.steps
         report.add_row(
-            arm=arm,
+            arm=arm + label,
             cpu_s_per_step=cpu_s,
             wall_s_per_step=wall_s,
             sequences_per_cpu_s=work.num_sequences / cpu_s,
@@ -296,14 +296,18 @@ def fill(report: BenchmarkReport, work: Any, measured: Mapping[str, list[Turn]])
             peak_mib=round(turns[-1].peak_bytes / 2**20),
         )
     theirs, ours = ([turn.cpu_s for turn in measured[arm]] for arm in ("trl", "realloc"))
-    report.require_at_least("sequences per CPU-second over TRL's", paired_ratio(theirs, ours), TARGET_RATIO)
+    report.require_at_least(f"sequences per CPU-second over TRL's{label}", paired_ratio(theirs, ours), TARGET_RATIO)
 
 
-def read_options(arguments: list[str] | None, description: str | None, *, steps: int) -> argparse.Namespace | None:
+def read_options(
+    arguments: list[str] | None, description: str | None, *, steps: int | None = None
+) -> argparse.Namespace | None:
     """Return the options of a comparison with TRL, and set its environment; None, with a message, without TRL."""
     parser = make_parser(description or "")
     parser.add_argument("--turns", type=int, default=3, help="turns of each arm")
-    parser.add_argument("--steps", type=int, default=steps, help="measured steps in a turn")
+    parser.add_argument(
+        "--steps", type=int, default=steps, help="measured steps in a turn; the default is the workload's"
+    )
     options = parser.parse_args(arguments)
     if importlib.util.find_spec("trl") is None:
         sys.stderr.write("this benchmark compares with TRL, which is not installed: pip install -e '.[bench]'\n")
