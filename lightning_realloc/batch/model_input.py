@@ -16,6 +16,8 @@ from lightning_realloc.errors import DataError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from lightning_realloc.batch.prompt_images import PromptImages
+
 _SIZES = frozenset({"image_sizes", "pixel_attention_mask"})
 """Further inputs that say which of an image's values are no padding."""
 
@@ -40,6 +42,8 @@ class ModelInput:
     """(3, P) positions of the tokens in time, height and width, on the host; None: their places."""
     shift: int = field(default=0, compare=False)
     """What the position of a token after the prompt is more than its place."""
+    images: PromptImages | None = field(default=None, compare=False)
+    """Images that ``extras`` are made of, for engines that read them themselves; None if there are none."""
 
     def __post_init__(self) -> None:
         if self.prompt_key < 0:

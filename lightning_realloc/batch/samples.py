@@ -6,7 +6,6 @@ Sequences are stored without padding. Ids and lengths always live on the host, s
 from __future__ import annotations
 
 import itertools
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,9 +14,10 @@ import torch
 from torch import Tensor
 
 from lightning_realloc.batch.model_input import ModelInput, prompt_digest
+from lightning_realloc.batch.prompt_images import PromptImages
 from lightning_realloc.batch.ragged import Ragged as Ragged
 from lightning_realloc.batch.ragged import as_indices, check_host_integers, tensors_equal
-from lightning_realloc.batch.stored_objects import StoredObject, plain_value, restored_value
+from lightning_realloc.batch.stored_objects import plain_value, restored_value
 from lightning_realloc.errors import DataError
 
 Column = Tensor | Ragged | tuple[object, ...]
@@ -37,28 +37,6 @@ IMAGES = "images"
 RECORD = "record/"
 """Beginning of the names of columns about whole samples that no model reads, such as sequences of other lengths than
 the response's: they stay with their samples, and are not packed."""
-
-
-class PromptImages(StoredObject):
-    """The images of a sample, whose pixels are read when a model needs them. An empty one is False."""
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Return the number of images."""
-
-    @property
-    @abstractmethod
-    def key(self) -> int:
-        """64 bits that tell the images of samples apart."""
-
-    @abstractmethod
-    def addresses(self) -> list[str]:
-        """Return the images as ``data:`` addresses, for JSON."""
-
-    @property
-    @abstractmethod
-    def inputs(self) -> Mapping[str, Tensor]:
-        """Further inputs by the keyword that the model's ``forward`` expects, each (rows, ...); read when asked for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -294,7 +272,7 @@ def model_inputs(samples: Samples) -> list[ModelInput]:
 def images_input(token_ids: Sequence[int], images: PromptImages, prompt_key: int = -1) -> ModelInput:
     """Return a prompt with images; -1: with a key of its token ids and images."""
     key = prompt_digest(token_ids, {}, of_inputs=images.key) if prompt_key < 0 else prompt_key
-    return ModelInput(tuple(token_ids), images.inputs, key)
+    return ModelInput(tuple(token_ids), images.inputs, key, images=images)
 
 
 def prompt_keys(samples: Samples) -> Tensor:

@@ -152,7 +152,7 @@ class Episodes:
             )
             return own
         key = prompt_digest(ids, {}, of_inputs=own.prompt_key) if own.extras else -1
-        return ModelInput(ids, own.extras, key)
+        return ModelInput(ids, own.extras, key, images=own.images)
 
     def _columns(
         self, episodes: Sequence[Episode], talks: Sequence[list[Message]], errors: Sequence[str | None]

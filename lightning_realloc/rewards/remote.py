@@ -21,7 +21,7 @@ from urllib.parse import parse_qsl, quote, quote_plus, unquote, urlsplit
 
 import aiohttp
 
-from lightning_realloc.batch.samples import PromptImages
+from lightning_realloc.batch.prompt_images import PromptImages
 from lightning_realloc.batch.stored_objects import StoredObject
 from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards.failure_rule import GIVE_UP_AFTER, Failed, FailureRule, OnFailure, Outcome

@@ -113,6 +113,15 @@ class ImageFile(StoredObject):
         content = self.source.read_bytes() if isinstance(self.source, Path) else _encoded(self.source)
         return f"data:;base64,{base64.b64encode(content).decode()}"
 
+    def path(self, folder: Path) -> Path:
+        """Return the image's file; for one that is in no file of its own, a file of its bytes in ``folder``."""
+        if isinstance(self.source, Path):
+            return self.source.absolute()
+        path = folder / f"{self.key:016x}"
+        if not path.exists():
+            path.write_bytes(_encoded(self.source))
+        return path
+
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> ImageFile:
         """Restore the result of :meth:`state`."""

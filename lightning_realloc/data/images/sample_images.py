@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast, overload
 from torch import Tensor
 from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
 
-from lightning_realloc.batch.samples import PromptImages
+from lightning_realloc.batch.prompt_images import PromptImages
 from lightning_realloc.data.images.image_files import ImageFile
 from lightning_realloc.data.tokenizers import describe_load_error
 from lightning_realloc.errors import DataError
@@ -253,6 +253,14 @@ class SampleImages(Sequence["Image"], PromptImages):
     def addresses(self) -> list[str]:
         """Return the images as ``data:`` addresses, for JSON."""
         return [file.address() for file in self.files]
+
+    def paths(self, folder: Path) -> list[Path]:
+        """Return a file of each image with its encoded bytes; for images in no file of their own, one in ``folder``."""
+        return [file.path(folder) for file in self.files]
+
+    def save_processor(self, folder: Path) -> None:
+        """Write the files of the model's processor, and of its tokenizer."""
+        self.processor.save(folder)
 
     @property
     def placeholders(self) -> Placeholders:

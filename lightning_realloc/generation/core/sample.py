@@ -227,7 +227,7 @@ class StopRule:
             )
         self.token_ids = token_ids
         self._min_new_tokens = min_new_tokens
-        self._never_drawn = sorted(never_drawn)
+        self.never_drawn = sorted(never_drawn)
         self._strings = strings
         self._tokenizer = tokenizer
         self._last_characters = frozenset(string[-1] for string in strings)
@@ -275,14 +275,14 @@ class StopRule:
 
         Each sample has one row for its last token and one for each drafted token. Stop tokens are not allowed early.
         """
-        if not (self._never_drawn or (self._min_new_tokens and self.token_ids)):
+        if not (self.never_drawn or (self._min_new_tokens and self.token_ids)):
             return None
         stops, pairs, start = sorted(self.token_ids), list[tuple[int, int]](), 0
         for sample, draft in zip(running, drafts, strict=True):
             end = start + len(draft) + 1
             early = range(start, min(end, start + self._min_new_tokens - len(sample.token_ids)))
             pairs += [(row, token) for row in early for token in stops]
-            pairs += [(row, token) for row in range(start, end) for token in self._never_drawn]
+            pairs += [(row, token) for row in range(start, end) for token in self.never_drawn]
             start = end
         return ([row for row, _ in pairs], [token for _, token in pairs]) if pairs else None
 

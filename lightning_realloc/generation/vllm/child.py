@@ -17,9 +17,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 _LENGTH = struct.Struct(">I")
@@ -82,10 +84,16 @@ def serve_rank() -> None:
         send(connection, engine.description())
         while (message := receive(connection, most_bytes=most_bytes)) is not None:
             send(connection, {"done": getattr(engine, message.pop("do"))(**message)})
+    except Refused as refused:
+        send(connection, {"refused": str(refused)})
     except Exception as error:
         traceback.print_exc()
         with suppress(OSError):
             send(connection, {"error": f"{type(error).__name__}: {error}"})
+
+
+class Refused(Exception):
+    """A request or a model that would fail again; the message says why, and the way out."""
 
 
 def vllm_version() -> str | None:
@@ -108,12 +116,13 @@ class ServedEngine:
     Args:
         connection: To the rank, for responses that finish while a call runs.
         llm: Arguments of `vllm.LLM`.
+        placeholders: Tokens that stand for parts of images; None: all prompts are text.
     """
 
     longest_silence_s = 1.0
     """Seconds of work after which a sign of life is sent."""
 
-    def __init__(self, connection: socket.socket, llm: Mapping[str, Any]) -> None:
+    def __init__(self, connection: socket.socket, llm: Mapping[str, Any], placeholders: Collection[int] | None) -> None:
         import vllm
 
         if llm["weight_transfer_config"]["backend"] == "shared_memory":
@@ -122,6 +131,8 @@ class ServedEngine:
         self._llm = vllm.LLM(**llm)
         self._llm.collective_rpc(_report_tempered_logprobs)
         self._llm.init_weight_transfer_engine({"init_info": {}})
+        self._most_running = int(llm["max_num_seqs"])
+        self._images = None if placeholders is None else ImagePrompts(self._llm, frozenset(placeholders))
 
     def description(self) -> dict[str, Any]:
         """Return properties that the rank checks."""
@@ -137,35 +148,48 @@ class ServedEngine:
         self._llm.update_weights({"update_info": chunk})
 
     def finish_update(self, version: str) -> None:
-        """Use the new weights: label them, and forget keys and values of the old ones."""
+        """Use the new weights: label them, and forget keys, values and features of images of the old ones."""
         self._llm.finish_weight_update(version)
+        self._llm.llm_engine.reset_encoder_cache()
+        self._llm.reset_mm_cache()  # of pixels: an iteration has other images
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept keys and values of the old weights")
 
     def generate(self, requests: list[dict[str, Any]], sampling: dict[str, Any]) -> dict[str, int]:
-        """Send every response as soon as it has finished, and return the number of forward passes."""
+        """Send every response as soon as it has finished, and return the number of forward passes.
+
+        vLLM gets as many requests as it runs at a time: it would hold the pixels of those that wait.
+        """
         engine, num_steps = self._llm.llm_engine, 0
-        final_only = self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY
-        for request in requests:
-            params = self._vllm.SamplingParams(
-                max_tokens=request["max_tokens"],
-                min_tokens=request["min_tokens"],
-                seed=request["seed"],
-                logprobs=0,
-                output_kind=final_only,
-                **sampling,
-            )
-            engine.add_request(str(request["index"]), {"prompt_token_ids": request["prompt"]}, params)
-        said = time.monotonic()
-        while engine.has_unfinished_requests():
-            num_steps += 1
-            finished = [output for output in engine.step() if output.finished]
+        waiting, said = deque(requests), time.monotonic()
+        while waiting or engine.has_unfinished_requests():
+            finished = []
+            if waiting and engine.get_num_unfinished_requests() < self._most_running:
+                self._add(waiting.popleft(), sampling)
+            else:
+                num_steps += 1
+                finished = [output for output in engine.step() if output.finished]
             for output in finished:
                 send(self._connection, {"response": _response(output)})
             if finished or time.monotonic() - said > self.longest_silence_s:
                 said = time.monotonic()
                 send(self._connection, {"alive": num_steps})
         return {"num_steps": num_steps}
+
+    def _add(self, request: Mapping[str, Any], sampling: Mapping[str, Any]) -> None:
+        params = self._vllm.SamplingParams(
+            max_tokens=request["max_tokens"],
+            min_tokens=request["min_tokens"],
+            seed=request["seed"],
+            logprobs=0,
+            output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+            **{**sampling, "logit_bias": {int(token): bias for token, bias in sampling["logit_bias"].items()}},
+        )
+        prompt: Any = {"prompt_token_ids": request["prompt"]}
+        if request["images"]:
+            assert self._images is not None, "vLLM was started for prompts without images"
+            prompt = self._images.prompt(request["prompt"], request["images"])
+        self._llm.llm_engine.add_request(str(request["index"]), prompt, params)
 
     def sleep(self) -> None:
         """Free the device's memory; weights and keys and values are gone."""
@@ -174,6 +198,71 @@ class ServedEngine:
     def wake(self) -> None:
         """Take the device's memory again, for new weights."""
         self._llm.wake_up()
+
+
+class ImagePrompts:
+    """Prompts in which a token stands for each part of an image already, as training reads them.
+
+    vLLM itself takes prompts with one placeholder for an image, and would expand the first token of each again.
+    """
+
+    def __init__(self, llm: Any, placeholders: frozenset[int]) -> None:
+        self._renderer, self._placeholders = llm.renderer, placeholders
+        processor: Any = self._renderer.mm_processor
+        if processor is None:
+            config = llm.model_config.hf_config
+            raise Refused(f"vLLM reads no images with {config.architectures[0]}; use engine='native' or engine='hf'")
+        if llm.model_config.is_mm_prefix_lm and llm.llm_engine.vllm_config.device_config.device_type == "cpu":
+            raise Refused(
+                f"tokens of an image see each other in {llm.model_config.hf_config.architectures[0]}, and vLLM's "
+                f"attention on CPU hides later ones; use engine='native' or engine='hf', or a GPU"
+            )
+        processor._apply_prompt_updates = lambda token_ids, updates: (
+            token_ids,
+            processor._find_mm_placeholders(token_ids, updates),
+        )
+        processor._validate_mm_placeholders = lambda found, counts: None  # `prompt` does, and names the places
+
+    def prompt(self, token_ids: Sequence[int], paths: Sequence[str]) -> Any:
+        """Return a prompt with the images in these files, as vLLM's engine takes it.
+
+        Raises:
+            Refused: if vLLM gives features of images to other tokens than training does.
+        """
+        given = {"prompt_token_ids": list(token_ids), "multi_modal_data": {"image": _opened(tuple(paths))}}
+        (made,) = self._renderer.render_cmpl([given])
+        ranges = made["mm_placeholders"].get("image", ())
+        found = [place for each in ranges for place in places_in(each)]
+        expected = [place for place, token in enumerate(token_ids) if token in self._placeholders]
+        if found != expected or list(made["prompt_token_ids"]) != list(token_ids):
+            raise Refused(
+                f"vLLM finds {len(ranges)} images of a prompt's {len(paths)}, whose parts are {_spans(found)}, and the "
+                f"run's processor put them at {_spans(expected)}; give the run and vLLM the same version of "
+                f"transformers and one processor, or use engine='native' or engine='hf'"
+            )
+        return made
+
+
+def places_in(found: Any) -> list[int]:
+    """Return the tokens of a range of vLLM's that get features of an image."""
+    marks = [True] * found.length if found.is_embed is None else found.is_embed.tolist()
+    return [found.offset + place for place, marked in enumerate(marks) if marked]
+
+
+def _spans(places: Sequence[int]) -> str:
+    """Return the first and last of some tokens, and how many there are."""
+    return f"{len(places)} tokens from {places[0]} to {places[-1]}" if places else "no tokens"
+
+
+@lru_cache(maxsize=1)  # the responses to a prompt are requests one after another
+def _opened(paths: tuple[str, ...]) -> list[Any]:
+    """Return images as training reads them: upright, and in RGB without transparency."""
+    from PIL import Image, ImageOps
+
+    try:
+        return [ImageOps.exif_transpose(Image.open(path)).convert("RGB") for path in paths]
+    except OSError as error:
+        raise Refused(f"vLLM cannot read an image: {error}; leave images as they are during a run") from error
 
 
 def _response(output: Any) -> dict[str, Any]:
@@ -268,9 +357,9 @@ def weights_in(chunk: Any, device: Any) -> list[tuple[str, Any]]:
 
 def _pack_tied_head(model: Any) -> None:
     """Pack an output layer anew that shares the embeddings' weight: on CPU its kernel has a copy of the old one."""
-    head: Any = getattr(model, "lm_head", None)
-    if hasattr(head, "cpu_linear"):
-        head.quant_method.process_weights_after_loading(head)
+    for name, head in model.named_modules():  # of models of images, often inside `language_model`
+        if name.endswith("lm_head") and hasattr(head, "cpu_linear"):
+            head.quant_method.process_weights_after_loading(head)
 
 
 if __name__ == "__main__":

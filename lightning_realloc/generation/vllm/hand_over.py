@@ -8,24 +8,32 @@ from __future__ import annotations
 
 import base64
 import pickle
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.runtime.dtypes import dtype_name
 from lightning_realloc.runtime.model.adapter_layers import adapted_layers
+from lightning_realloc.runtime.model.image_inputs import placeholder_ids
 from lightning_realloc.runtime.model.quantized import quantized_layers
 from lightning_realloc.runtime.transfer.shared_memory import ALIGNMENT_BYTES, HEADER_BYTES, SharedSegment
 
+_WRAPPED_TOWERS = frozenset({"clip_vision_model", "siglip_vision_model"})
+"""Towers whose weights vLLM has in a module ``vision_model``, as checkpoints before transformers 5 do."""
+_TOWER = re.compile(r"(\bvision_tower\.)(?!vision_model\.)")
+
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return name -> tensor for every weight and saved buffer; of shared ones only the first name.
+    """Return name -> tensor for every weight and saved buffer, as in a checkpoint; of shared ones only the first name.
 
     Raises:
         GenerationError: for weights that vLLM cannot take over: adapters, 4-bit weights, shards.
@@ -47,6 +55,11 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
         if id(tensor) not in seen:
             seen.add(id(tensor))
             weights[name] = tensor.detach()
+    if placeholder_ids(model):  # their towers have other names in checkpoints, which vLLM expects
+        weights = revert_weight_conversion(cast(PreTrainedModel, model), weights)
+        tower = getattr(getattr(model.config, "vision_config", None), "model_type", None)
+        if tower in _WRAPPED_TOWERS:
+            weights = {_TOWER.sub(r"\1vision_model.", name): weight for name, weight in weights.items()}
     return weights
 
 

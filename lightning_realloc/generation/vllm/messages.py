@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import nn
 
+from lightning_realloc.batch.prompt_images import PromptImages
 from lightning_realloc.errors import GenerationError
 
 TESTED_VERSIONS = ("0.32.",)
@@ -49,6 +51,13 @@ class TokenRequest:
     """Number of first tokens among which no stop token is drawn and stop strings are ignored."""
     seed: int
     """Seed of the response's random numbers, from 0 to 2**63 - 1."""
+    images: PromptImages | None = None
+    """Images that the sequence shows; None: it is text alone."""
+
+    def message(self, folder: Path) -> dict[str, Any]:
+        """Return the request for JSON, with a file of each image; images without one get it in ``folder``."""
+        paths = () if self.images is None else self.images.paths(folder)
+        return {**asdict(replace(self, images=None)), "images": list(map(str, paths))}
 
 
 @dataclass(frozen=True, slots=True)

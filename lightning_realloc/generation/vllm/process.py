@@ -6,6 +6,7 @@ its log.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 import re
@@ -17,14 +18,15 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
+from lightning_realloc.batch.prompt_images import PromptImages
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.vllm.child import receive, send
 from lightning_realloc.generation.vllm.hand_over import CudaIPCHandOver, SharedMemoryHandOver
@@ -40,6 +42,7 @@ from lightning_realloc.generation.vllm.messages import (
 from lightning_realloc.generation.vllm.owned_folder import OwnedFolder
 from lightning_realloc.generation.vllm.vllm_options import VLLMOptions
 from lightning_realloc.runtime.dtypes import dtype_name
+from lightning_realloc.runtime.model.image_inputs import placeholder_ids
 
 _PROGRAM = Path(__file__).with_name("child.py")
 _OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -59,12 +62,22 @@ class VLLMProcess:
     """A process with vLLM, which ends with this object or this process."""
 
     def __init__(
-        self, model: Any, options: VLLMOptions, *, tokenizer: Any, max_slots: int, max_cache_bytes: int | None
+        self,
+        model: Any,
+        options: VLLMOptions,
+        *,
+        tokenizer: Any,
+        images: PromptImages | None,
+        max_slots: int,
+        max_cache_bytes: int | None,
     ) -> None:
         """Start vLLM for a model's configuration, and wait until it is ready. Its weights come later.
 
+        ``images``: some of the prompts', whose processor vLLM gets; None: it reads text alone, and loads no tower.
+
         Raises:
-            GenerationError: for an interpreter without vLLM, or with a version that was not tested.
+            GenerationError: for an interpreter without vLLM, or with a version that was not tested, and for a model
+                whose images this vLLM does not read.
             StartFailed: if vLLM does not start.
         """
         self._timeout_s = options.timeout_s
@@ -73,20 +86,30 @@ class VLLMProcess:
         self._is_asleep = False
         self._folder = OwnedFolder()
         folder = self._folder.path
-        model.config.save_pretrained(folder)
+        config = copy.deepcopy(model.config)
+        config.architectures = config.architectures or [type(model).__name__]  # which vLLM would guess otherwise
+        config.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+        if images is not None:
+            images.save_processor(folder)  # with its tokenizer
         self._log = folder / "vllm.log"
         python = options.python or _interpreter()
         self._mark = secrets.token_hex(8)
         self._process, self._socket = self._start(python, device)
         self._end = weakref.finalize(self, _end, self._process, self._socket, self._folder, self._mark)
         arguments = self._arguments(model, options, max_slots, max_cache_bytes)
+        arguments["skip_tokenizer_init"] = tokenizer is None and images is None
+        placeholders = sorted(placeholder_ids(model))
+        if images is not None:
+            arguments.setdefault("limit_mm_per_prompt", {"video": 0})  # no memory is set aside for them
+        elif placeholders:
+            arguments["language_model_only"] = True
         rank_zero_info(f"starting vLLM (log: {self._log})")
         try:
             with reading("vLLM's process"):
                 self.version: str = check_version(self._receive()["vllm"], f"the interpreter {python}")
-                self._send({"llm": {**arguments, "skip_tokenizer_init": tokenizer is None}})
+                self._send({"llm": arguments, "placeholders": None if images is None else placeholders})
                 self.max_length: int = int(self._receive()["max_model_len"])
         except EngineLost as lost:
             self.close()
@@ -159,12 +182,12 @@ class VLLMProcess:
 
     def generate(self, requests: Sequence[TokenRequest], sampling: Mapping[str, Any], on_response: OnResponse) -> int:
         """Complete all requests; see `Connection`."""
-        self._send(
-            {"do": "generate", "requests": [asdict(request) for request in requests], "sampling": dict(sampling)}
-        )
-        while "done" not in (message := self._receive()):
-            if "response" in message:
-                on_response(_read_response(message["response"]))
+        with TemporaryDirectory(dir=self._folder.path) as folder:
+            asked = _messages(requests, Path(folder))
+            self._send({"do": "generate", "requests": asked, "sampling": dict(sampling)})
+            while "done" not in (message := self._receive()):
+                if "response" in message:
+                    on_response(_read_response(message["response"]))
         with reading("vLLM's process"):
             return int(message["done"]["num_steps"])
 
@@ -196,6 +219,7 @@ class VLLMProcess:
 
         Raises:
             EngineLost: if there is none, if it is none of vLLM's, or if it reports an error.
+            GenerationError: if the process refuses a request or the model, as it would again.
         """
         try:
             with reading("vLLM's process"):
@@ -208,6 +232,9 @@ class VLLMProcess:
             message = None
         if message is None:
             self._raise_ended()
+        if "refused" in message:
+            self.close()
+            raise GenerationError(" ".join(str(message["refused"]).split()))
         if "error" in message:
             self.close()
             raise EngineLost(f"vLLM failed: {' '.join(str(message['error']).split())[:600]}")
@@ -235,6 +262,17 @@ class VLLMProcess:
     def _log_lines(self) -> list[str]:
         text = self._log.read_text(errors="replace") if self._log.exists() else ""
         return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _messages(requests: Sequence[TokenRequest], folder: Path) -> list[dict[str, Any]]:
+    """Return requests for JSON, with images that are in no files in ``folder``."""
+    try:
+        return [request.message(folder) for request in requests]
+    except OSError as error:
+        raise GenerationError(
+            f"the images of prompts cannot be handed to vLLM through {folder.parent}: {error}; free space there, or "
+            f"set TMPDIR to a folder with more"
+        ) from error
 
 
 def _last_error(lines: list[str]) -> str:

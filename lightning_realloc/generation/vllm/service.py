@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_realloc.batch.prompt_images import PromptImages
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.vllm.messages import (
     Connection,
@@ -26,13 +27,16 @@ class VLLMService:
 
     Args:
         connect: Starts vLLM for a model or connects to it. Its flag: whether vLLM needs a tokenizer, for stop strings.
+            Its images: some that prompts show; None: they show none.
         restarts: Times that it is connected to again after a loss.
     """
 
-    def __init__(self, connect: Callable[[nn.Module, bool], Connection], *, restarts: int) -> None:
+    def __init__(self, connect: Callable[[nn.Module, bool, PromptImages | None], Connection], *, restarts: int) -> None:
         self._connect, self._restarts_left = connect, restarts
         self._connection: Connection | None = None
         self._has_tokenizer = False
+        self._images: PromptImages | None = None
+        """Images for whose processor vLLM was started; None: it reads text alone."""
         self._num_updates = 0
         self._label = ""
         self._is_current = False
@@ -57,6 +61,7 @@ class VLLMService:
             GenerationError: for a response of other weights, and for weights that vLLM does not take.
         """
         waiting = {request.index: request for request in requests}
+        images = next((request.images for request in requests if request.images is not None), None)
 
         def accept(response: TokenResponse) -> None:
             if response.index not in waiting:
@@ -67,7 +72,7 @@ class VLLMService:
 
         while True:
             try:
-                connection = self.prepare(model, needs_tokenizer=bool(sampling.get("stop")))
+                connection = self.prepare(model, needs_tokenizer=bool(sampling.get("stop")), images=images)
                 return connection.generate(list(waiting.values()), sampling, accept)
             except EngineLost as lost:
                 self.close()
@@ -84,12 +89,19 @@ class VLLMService:
         """Process of vLLM on this machine; None before it has started, and for a server."""
         return None if self._connection is None else self._connection.process_id
 
-    def prepare(self, model: nn.Module, *, needs_tokenizer: bool = False) -> Connection:
-        """Start vLLM if it does not run, and give it the model's weights if they have changed."""
-        if needs_tokenizer and not self._has_tokenizer:
+    def prepare(
+        self, model: nn.Module, *, needs_tokenizer: bool = False, images: PromptImages | None = None
+    ) -> Connection:
+        """Start vLLM if it does not run, and give it the model's weights if they have changed.
+
+        One that was started without a tokenizer, or for text alone, is replaced when that is needed; not the reverse.
+        """
+        if (needs_tokenizer and not self._has_tokenizer) or (images is not None and self._images is None):
             self.close()
         if self._connection is None:
-            self._connection, self._has_tokenizer = self._connect(model, needs_tokenizer), needs_tokenizer
+            needs_tokenizer, images = self._has_tokenizer or needs_tokenizer, self._images or images
+            self._connection = self._connect(model, needs_tokenizer, images)
+            self._has_tokenizer, self._images = needs_tokenizer, images
         if not self._is_current:
             self._num_updates += 1
             self._label = f"{id(self):x}-{self._num_updates}"

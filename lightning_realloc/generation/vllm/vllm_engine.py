@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_realloc.batch.prompt_images import PromptImages
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.base_engine import Engine, EngineCall
 from lightning_realloc.generation.core.capabilities import CAPABILITIES, NATIVE_HINTS
@@ -30,10 +31,13 @@ from lightning_realloc.generation.vllm.process import VLLMProcess
 from lightning_realloc.generation.vllm.service import VLLMService
 from lightning_realloc.generation.vllm.vllm_options import VLLMOptions
 from lightning_realloc.generation.vllm.vllm_server import VLLMServer
+from lightning_realloc.runtime.model.structure import check_extra_inputs
 from lightning_realloc.setting_hints import suggest_settings
 
 _TEMPERATURES = (0.01, 2.0)
 """Least and greatest temperature with which vLLM draws. It refuses greater ones, and raises smaller ones silently."""
+_NEVER = -1e9
+"""Added to logits of tokens that may not be drawn; finite, since JSON has no infinities."""
 
 
 @suggest_settings(NATIVE_HINTS)
@@ -92,6 +96,18 @@ class VLLMEngine(Engine):
     def _length_bounds(self) -> Mapping[str, int]:
         return length_bounds(self._model, self.service.max_length or self._max_length)
 
+    def _place_extra_inputs(self, samples: Sequence[Sample]) -> None:
+        """Check that further inputs are those of images, which vLLM makes itself, and images those of the prompts."""
+        if others := sorted({name for one in samples if one.input.images is None for name in one.input.extras}):
+            self._check_extra_inputs(others)
+        shown = sorted({name for one in samples if one.input.images is not None for name in one.input.extras})
+        check_extra_inputs(self._model, shown)
+        if shown and self._options.address is not None:
+            raise GenerationError(
+                f"the prompts show images, and the server {self._options.address} would expand the tokens that stand "
+                f"for them again; leave address out for a process of the run's own, or use engine='native'"
+            )
+
     def _complete(self, call: EngineCall) -> GenerationStats:
         counts, sampling = Counter[str](), _sampling(call.params, call.stop)
 
@@ -101,7 +117,7 @@ class VLLMEngine(Engine):
                 counts["generated_tokens"] += _fill(sample, response, call.stop)
                 on_ended([sample])
 
-            asked = [_request(index, sample, call.params) for index, sample in enumerate(samples)]
+            asked = [_request(index, sample, call) for index, sample in enumerate(samples)]
             counts["prefill_tokens"] += sum(len(request.prompt) for request in asked)
             counts["num_steps"] += self.service.generate(self._model, asked, sampling, accept) if asked else 0
 
@@ -112,6 +128,7 @@ class VLLMEngine(Engine):
 def _connect(
     model: Any,
     needs_tokenizer: bool,
+    images: PromptImages | None,
     *,
     options: VLLMOptions,
     tokenizer: Tokenizer | None,
@@ -126,14 +143,27 @@ def _connect(
             f"{type(tokenizer).__name__}; use stop_token_ids, or engine='native'"
         )
     used = tokenizer if needs_tokenizer else None
-    return VLLMProcess(model, options, tokenizer=used, max_slots=max_slots, max_cache_bytes=max_cache_bytes)
+    return VLLMProcess(
+        model, options, tokenizer=used, images=images, max_slots=max_slots, max_cache_bytes=max_cache_bytes
+    )
 
 
-def _request(index: int, sample: Sample, params: SamplingParams) -> TokenRequest:
+def _request(index: int, sample: Sample, call: EngineCall) -> TokenRequest:
+    """Return the request for a sample's turn.
+
+    Raises:
+        GenerationError: for tokens of an environment that stand for parts of an image.
+    """
+    if shown := set(call.stop.never_drawn).intersection(sample.token_ids):
+        raise GenerationError(
+            f"sample {sample.sample_id} has the token {min(shown)} in an answer of its environment, which stands for a "
+            f"part of an image, and engine='vllm' reads images of prompts alone; use engine='native'"
+        )
     # With the seed of an earlier turn, vLLM would draw by the same random numbers again.
     key = sample.key if sample.turn == 1 else stream_key(sample.key, sample.turn)
-    num_early = min(max(params.min_new_tokens - len(sample.token_ids), 0), sample.turn_room)
-    return TokenRequest(index, tuple(sample.sequence), sample.turn_room, num_early, key % (1 << 63))
+    num_early = min(max(call.params.min_new_tokens - len(sample.token_ids), 0), sample.turn_room)
+    images = sample.input.images
+    return TokenRequest(index, tuple(sample.sequence), sample.turn_room, num_early, key % (1 << 63), images)
 
 
 def _sampling(params: SamplingParams, stop: StopRule) -> dict[str, Any]:
@@ -157,6 +187,7 @@ def _sampling(params: SamplingParams, stop: StopRule) -> dict[str, Any]:
         "stop_token_ids": sorted(stop.token_ids),
         "ignore_eos": True,
         "detokenize": bool(params.stop_strings),
+        "logit_bias": dict.fromkeys(stop.never_drawn, _NEVER),
     }
     if params.stop_strings:
         sampling |= {"stop": list(params.stop_strings), "skip_special_tokens": False}

@@ -143,6 +143,7 @@ class VLLMServer:
         Raises:
             GenerationError: with the way out.
         """
+        forbids = forbids or bool(sampling["logit_bias"])
         filters = sampling["top_k"] or sampling["top_p"] < 1 or sampling["min_p"] or forbids
         changed = {
             "raw_logprobs": sampling["temperature"] not in (0.0, 1.0) and f"temperature={sampling['temperature']}",

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 _PROGRAM = """#!{python}
-import importlib.util, os, signal, socket, sys, time
+import hashlib, importlib.util, os, signal, socket, sys, time
 spec = importlib.util.spec_from_file_location("child", sys.argv[1])
 child = importlib.util.module_from_spec(spec)
 sys.modules["child"] = child
@@ -44,7 +44,13 @@ connection = socket.socket(fileno=int(sys.argv[2]))
 is_first = not os.path.exists(folder + "/notes")
 note(f"started {{os.getpid()}}")
 child.send(connection, dict(vllm={{"absent": None, "old": "0.11.2"}}.get(behaviour, "0.32.0")))
-if child.receive(connection) is None:
+settings = child.receive(connection)
+if settings is None:
+    sys.exit()
+files = sorted(os.listdir(settings["llm"]["model"]))
+note("settings " + child.json.dumps(dict(settings, files=files)))
+if behaviour == "reads no images" and settings["placeholders"] is not None:
+    child.send(connection, dict(refused="vLLM reads no images\\n with Llava; use engine='native'"))
     sys.exit()
 if behaviour == "does not start":
     print("out of memory", flush=True)
@@ -57,8 +63,11 @@ label = "none"
 while (message := child.receive(connection)) is not None:
     do = message["do"]
     if do == "generate":
+        note("sampling " + child.json.dumps(message["sampling"]))
         for number, request in enumerate(message["requests"]):
             note("request " + child.json.dumps(request))
+            for path in request["images"]:
+                note("image " + hashlib.sha256(open(path, "rb").read()).hexdigest())
             if number == 1 and behaviour == "error":
                 child.send(connection, dict(error="ValueError: no such kernel"))
             if number == 1 and (behaviour == "dies" or (behaviour == "dies once" and is_first)):
@@ -103,7 +112,7 @@ def stand_in(folder: Path, behaviour: str = "") -> str:
 
 
 def notes(folder: Path, kind: str) -> list[str]:
-    """Return the rest of the notes that begin with a word: ``started`` (process ids), ``weights`` (labels) or
-    ``request`` (JSON)."""
+    """Return the rest of the notes that begin with a word: ``started`` (process ids), ``settings`` (JSON), ``weights``
+    (labels), ``sampling`` and ``request`` (JSON), or ``image`` (hashes of files)."""
     lines = (folder / "notes").read_text().splitlines()
     return [line.removeprefix(f"{kind} ") for line in lines if line.startswith(f"{kind} ")]

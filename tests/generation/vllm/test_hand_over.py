@@ -17,6 +17,7 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.vllm.child import weights_in
 from lightning_realloc.generation.vllm.hand_over import SharedMemoryHandOver, plan_chunks, weights_of, write_weights
 from tests.models import tiny_model
+from tests.vision_models import VISION_FAMILIES, tiny_vision_model
 
 
 @dataclass
@@ -79,3 +80,17 @@ def test_adapters_are_refused_by_name() -> None:
     model = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(GenerationError, match=r"q_proj has adapters; train whole weights, or use engine='native'"):
         weights_of(model)
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_weights_of_models_of_images_have_the_names_of_their_checkpoints(family: str, tmp_path: Path) -> None:
+    model = tiny_vision_model(family)
+    model.save_pretrained(tmp_path)
+    saved, named = load_file(tmp_path / "model.safetensors"), weights_of(model)
+    if family in ("llava", "llava_onevision", "gemma3"):  # vLLM has their towers in one more module
+        assert not any("vision_tower." in name and "vision_tower.vision_model." not in name for name in named)
+        named = {name.replace("vision_tower.vision_model.", "vision_tower."): weight for name, weight in named.items()}
+        saved = {name.replace("vision_tower.vision_model.", "vision_tower."): weight for name, weight in saved.items()}
+    assert saved.keys() <= named.keys()
+    for name, weight in saved.items():
+        assert torch.equal(named[name], weight), name
