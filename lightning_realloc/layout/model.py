@@ -100,6 +100,8 @@ class ModelSpec:
     costs: tuple[int, ...] = ()
     """Relative costs per token of the input, of every block, and of the output, which pipeline stages balance. (): only
     blocks cost something, all the same."""
+    first_blocks: int = 1
+    """Blocks that the first pipeline stage needs: those after which parts of the input are added again."""
     _by_name: dict[str, ParamSpec] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -134,7 +136,7 @@ class ModelSpec:
 
     def stage_blocks(self, pp: int) -> tuple[range, ...]:
         """Return the blocks of each of ``pp`` pipeline stages, or runs of blocks."""
-        return balanced_stages(self.costs or (0, *(1,) * self.num_blocks, 0), pp)
+        return balanced_stages(self.costs or (0, *(1,) * self.num_blocks, 0), pp, self.first_blocks)
 
     def tensor_parallel_degrees(self, limit: int) -> tuple[int, ...]:
         """Return the tp degrees up to ``limit`` that every parameter allows."""
@@ -309,7 +311,7 @@ class ModelLayout:
 
 
 @lru_cache(maxsize=4096)
-def balanced_stages(costs: tuple[int, ...], pp: int) -> tuple[range, ...]:
+def balanced_stages(costs: tuple[int, ...], pp: int, first_blocks: int = 1) -> tuple[range, ...]:
     """Return the blocks of every stage: contiguous runs, at least one block each.
 
     Of all divisions, it has the cheapest most expensive stage, then the cheapest second one, and so on. Of equal ones,
@@ -317,6 +319,7 @@ def balanced_stages(costs: tuple[int, ...], pp: int) -> tuple[range, ...]:
 
     Args:
         costs: Costs of the input, which the first stage runs, of every block, and of the output, which the last runs.
+        first_blocks: Blocks of the first stage, at least, if there are enough for the others.
 
     >>> balanced_stages((0, 1, 1, 1, 1, 1, 1, 3), pp=3)
     (range(0, 3), range(3, 5), range(5, 6))
@@ -328,12 +331,14 @@ def balanced_stages(costs: tuple[int, ...], pp: int) -> tuple[range, ...]:
     blocks[0] += first
     blocks[-1] += last
     before = [0, *itertools.accumulate(blocks)]
-    most = before[-1] // pp + max(blocks)  # filling stages up to their mean, one block more, needs no further stage
+    least = min(first_blocks, len(blocks) - pp + 1)
+    # Filling stages up to their mean, one block more, needs no further stage.
+    most = max(before[-1] // pp + max(blocks), before[least])
     # Blocks that the first stages hold -> costs of these stages, descending, and the first block of each.
     best: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {0: ((), ())}
     for stage in range(pp):
         reached: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        for end in range(stage + 1, len(blocks) - (pp - stage - 1) + 1):
+        for end in range(max(stage + 1, least), len(blocks) - (pp - stage - 1) + 1):
             starts = (n for n in range(end - 1, stage - 1, -1) if n in best and before[end] - before[n] <= most)
             found = [(_descending(best[start][0], before[end] - before[start]), start) for start in starts]
             if found:

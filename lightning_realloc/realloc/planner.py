@@ -91,7 +91,8 @@ def _digest(source: ModelLayout, target: ModelLayout, nodes: tuple[tuple[int, in
     """Return the SHA-256 of everything that the transfers depend on; the order of parameters does not count."""
     digest = hashlib.sha256(repr((PLANNER_VERSION, element_bytes, nodes)).encode())
     for side in (source, target):
-        digest.update(f"|{side.layout}|{side.model.num_blocks}|{side.model.costs}|".encode())
+        model = side.model
+        digest.update(f"|{side.layout}|{model.num_blocks}|{model.costs}|{model.first_blocks}|".encode())
         for param in sorted(side.model.params, key=lambda param: param.name):
             digest.update(repr(param).encode())
     return digest.hexdigest()

@@ -17,9 +17,10 @@ from lightning_realloc.layout import ModelSpec, ParamSpec, sharded, sharded_expe
 from lightning_realloc.layout.cuts import ExpertCut
 from lightning_realloc.layout.model import Section
 from lightning_realloc.limits import EXPERT_COUNT_KEYS
+from lightning_realloc.runtime.model.image_inputs import blocks_with_image_features
 from lightning_realloc.runtime.model.quantized import quantized_layers
 from lightning_realloc.runtime.model.stacked_experts import adapter_cuts, stacked_experts, undivided_experts
-from lightning_realloc.runtime.model.structure import find_blocks, tied_names
+from lightning_realloc.runtime.model.structure import find_blocks, tied_names, vision_parts
 from lightning_realloc.runtime.parallel.tp_check import find_mixed_features
 from lightning_realloc.runtime.parallel.tp_plan import count_heads, read_tp_plan
 
@@ -67,7 +68,8 @@ def describe_model(
     spec = ModelSpec(tuple(params), len(blocks), aliases, plan.refusal, undivided, count_heads(model, plan), costs)
     most_ranks = spec.tensor_parallel_degrees(max_tp)[-1]
     mixed = find_mixed_features(model, plan, most_ranks) if most_ranks > 1 else None
-    return replace(spec, tp_refusal=spec.tp_refusal or mixed)
+    first_blocks = max(1, blocks_with_image_features(model))
+    return replace(spec, tp_refusal=spec.tp_refusal or mixed, first_blocks=first_blocks)
 
 
 def _places(model: nn.Module, blocks: list[str]) -> dict[str, tuple[Section, int | None]]:
@@ -88,19 +90,21 @@ def _costs(model: nn.Module, blocks: list[str], places: Mapping[str, tuple[Secti
     """Return the multiplications per token in the input, in every block and in the output.
 
     These are the elements of matrices; of experts, the share that a token is routed to. Embeddings look up rows.
-    Attention's scores, which depend on the context, are left out.
+    Attention's scores, which depend on the context, are left out, and so are parts that only images use.
     """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     num_experts = next((count for key in EXPERT_COUNT_KEYS if (count := getattr(text, key, None))), 0)
     per_token = getattr(text, "num_experts_per_tok", None)
-    costs, packed = [0] * (len(blocks) + 2), quantized_layers(model)
+    costs, packed, unused = [0] * (len(blocks) + 2), quantized_layers(model), vision_parts(model)
     for module_name, module in model.named_modules():
         shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters(recurse=False)}
         if module_name in packed:
             shapes["weight"] = module.in_features, module.out_features
         for own, shape in shapes.items() if not isinstance(module, nn.Embedding) else ():
             name, size = f"{module_name}.{own}".lstrip("."), math.prod(shape) if len(shape) > 1 else 0
+            if name in unused or module_name in unused:
+                continue
             if num_experts and per_token and (".experts." in name or (len(shape) == 3 and shape[0] == num_experts)):
                 size = size * per_token // num_experts
             section, block = places.get(name) or ("block", _block_of(name, blocks))

@@ -12,6 +12,7 @@ from lightning_realloc.errors import LayoutError
 from lightning_realloc.runtime.model.structure import copy_model, find_blocks
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from tests.models import FAMILIES, TENSOR_PARALLEL_FAMILIES, TIED_FAMILIES, tiny_model
+from tests.vision_models import tiny_vision_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -46,6 +47,11 @@ def test_a_tied_head_is_an_alias_of_the_embedding() -> None:
 
     assert spec.aliases == (("lm_head.weight", "model.embed_tokens.weight"),)
     assert spec.param("lm_head.weight").section == "ends"
+
+
+def test_parts_that_only_images_use_cost_no_token_anything() -> None:
+    costs = describe_model(tiny_vision_model("qwen2_5_vl")).costs
+    assert costs[0] == 0 and costs[1] > 0
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "qwen3_moe"])
