@@ -14,7 +14,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, TypeGuard, TypeVar, cast
 
@@ -62,19 +62,29 @@ def read_rows(source: RowSource) -> tuple[Row, ...]:
         DataError: for a line that is not a JSON object, for rows with different columns, and for a data set without
             rows; the message names file and line.
     """
-    if isinstance(source, str | Path):
-        name, rows = str(source), tuple(_read_path(expand_home(Path(source))))
-    elif _are_files(source):
+    if _are_files(source):
         name, rows = "the files", tuple(row for one in source for row in read_rows(one))
-    elif isinstance(source, DatasetSource):
-        name, rows = str(source), tuple(table_rows(source.open(), str(source)))
     else:
-        name, rows = "the data set", tuple(table_rows(cast("Iterable[Mapping[str, Any]]", source), "the data set"))
+        name = str(source) if isinstance(source, str | Path | DatasetSource) else "the data set"
+        rows = tuple(_open(source, name))
     if not rows:
         raise DataError(f"{name} holds no rows; it needs at least one")
     for row in rows[1:]:
         check_same_columns(row, rows[0])
     return rows
+
+
+def first_rows(source: RowSource, count: int) -> tuple[Row, ...]:
+    """Return up to ``count`` rows of a source. Of files, no further ones are read."""
+    parts = source if _are_files(source) else [source]
+    return tuple(islice(chain.from_iterable(_open(one, str(one)) for one in parts), count))
+
+
+def _open(source: RowSource, name: str) -> Iterator[Row]:
+    if isinstance(source, str | Path):
+        return _read_path(expand_home(Path(source)))
+    table = source.open() if isinstance(source, DatasetSource) else cast("Iterable[Mapping[str, Any]]", source)
+    return table_rows(table, name)
 
 
 def lasting(source: RowSource | None) -> Any:

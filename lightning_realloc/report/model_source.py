@@ -21,6 +21,7 @@ from lightning_realloc.errors import ConfigError, PlanError
 from lightning_realloc.remote_path import expand_home, is_path, require_files
 from lightning_realloc.report.known_models import find_known_model, is_shape, parse_shape
 from lightning_realloc.runtime.model.model_classes import Task
+from lightning_realloc.runtime.model.structure import TrainVision
 from lightning_realloc.strategies.pool.memory_check import describe_roles, replayed_roles
 from lightning_realloc.tuning.shapes.experts import declared_experts
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
@@ -41,6 +42,7 @@ def read_roles(
     is_priced: bool,
     adapters: Mapping[str, AdapterSource] | None = None,
     shares: Mapping[str, str] | None = None,
+    train_vision: TrainVision = "none",
 ) -> dict[str, RoleMemory]:
     """Return the parameters and shape of every role's model.
 
@@ -50,28 +52,42 @@ def read_roles(
             must be built in or on this machine.
         adapters: Trained role -> adapters that are trained instead of its model.
         shares: Role -> role whose model it shares, without that role's adapters.
+        train_vision: Trained parts that only images use.
 
     Raises:
-        PlanError: for an unknown name; the message lists the nearest known ones.
+        PlanError: for an unknown name; the message lists the nearest known ones. For parts to train that no trained
+            role has.
         ConfigError: for a configuration of a model or of adapters that cannot be used.
     """
     adapters, shares = adapters or {}, shares or {}
     read: dict[tuple[str, Task, str | None], RoleMemory] = {}  # roles with the same model share one entry
     found: dict[str, RoleMemory] = {}
-    for role, source in sorted(sources.items(), key=lambda item: item[0] in shares):
+    trained = dataflow.trained_roles
+    # A frozen role's description may be that of a trained one, but not the other way round.
+    for role, source in sorted(sources.items(), key=lambda item: (item[0] in shares, item[0] not in trained)):
         key = (source, model_task(role), role if role in adapters else None)
         if role in shares:
             found[role] = replace(found[shares[role]], frozen_params=frozenset(), shares=shares[role])
             continue
         if key not in read:
-            read[key] = _read_role(role, source, dataflow, is_priced, adapters.get(role))
+            read[key] = _read_role(role, source, dataflow, is_priced, adapters.get(role), train_vision)
         found[role] = read[key]
+    if train_vision != "none" and all(found[role].tower is None for role in trained):
+        named = ", ".join(f"{role}={sources[role]}" for role in trained)
+        raise PlanError(
+            f"train_vision={train_vision!r} trains a part for images, and {named} reads none; leave it out, or name a "
+            f"model that does"
+        )
     return {role: found[role] for role in sources}
 
 
-def _read_role(role: str, source: str, dataflow: Dataflow, is_priced: bool, peft: AdapterSource | None) -> RoleMemory:
-    config = _read_config(role, source, is_priced)
-    described = Role(name=role, source=config, trained=role in dataflow.trained_roles, task=model_task(role), peft=peft)
+def _read_role(
+    role: str, source: str, dataflow: Dataflow, is_priced: bool, peft: AdapterSource | None, train_vision: TrainVision
+) -> RoleMemory:
+    config, is_trained = _read_config(role, source, is_priced), role in dataflow.trained_roles
+    described = Role(
+        name=role, source=config, trained=is_trained, task=model_task(role), peft=peft, train_vision=train_vision
+    )
     is_packed = any(call.kind != "generate" for call in dataflow.calls_of(role))
     replayed = replayed_roles(dataflow)
     memory = describe_roles([described], {}, packed=[role] if is_packed else [], replayed=replayed)[role]

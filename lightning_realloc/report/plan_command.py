@@ -5,6 +5,7 @@ It works from configurations alone, without devices and weights.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -280,8 +281,18 @@ def check_plan(request: PlanRequest, write: Write) -> None:
 
 # ---- shared by all modes
 def _roles(request: PlanRequest, *, is_priced: bool) -> dict[str, RoleMemory]:
-    sources, adapters, shares = request.sources, request.adapters, request.shares
-    return read_roles(sources, request.dataflow, is_priced=is_priced, adapters=adapters, shares=shares)
+    roles = read_roles(
+        request.sources,
+        request.dataflow,
+        is_priced=is_priced,
+        adapters=request.adapters,
+        shares=request.shares,
+        train_vision=request.flags.train_vision,
+    )
+    load, trained = _with_images(request, roles), request.dataflow.trained_roles
+    return {
+        name: role.with_images(load.images, load.longest, is_trained=name in trained) for name, role in roles.items()
+    }
 
 
 def _settings(request: PlanRequest) -> MemorySettings:
@@ -325,43 +336,38 @@ def _pricer(task: PlanningTask, request: PlanRequest) -> PlanPricer:
 
 
 def _with_images(request: PlanRequest, roles: Mapping[str, RoleMemory]) -> Workload:
-    """Return the workload with the images of the flags, as the first trained model reads them.
+    """Return the workload with the images of the request, as the first trained model reads them.
 
     Raises:
         PlanError: for images of a model without a tower, or of a family that cannot be run with images.
     """
-    count, workload = request.flags.images_per_prompt, request.workload
-    if not count:
-        return workload
-    name = request.dataflow.trained_roles[0]
+    count, load, name = request.flags.images_per_prompt, request.workload, request.dataflow.trained_roles[0]
     tower = roles[name].tower
     if tower is None or tower.family not in IMAGE_FAMILIES:
+        if not count:
+            return load
         raise PlanError(
             f"--images-per-prompt={count}, but {name}={request.sources[name]} is not of a family that reads images "
             f"({', '.join(sorted(IMAGE_FAMILIES))}); leave the flag out, or name a model that is"
         )
-    width, height = map(int, request.flags.image_size.split("x"))
-    images = tower.read(height, width, count=count)
-    return replace(workload, images=images, prompt_tokens=workload.prompt_tokens + images.tokens)
+    found = request.images.read(tower)
+    return load if found is None else request.with_images(found[0])
 
 
 def _lengths(request: PlanRequest, roles: Mapping[str, RoleMemory]) -> Iterator[str]:
     """Yield the numbers and lengths of sequences, and a sentence about the images of a model that reads them."""
     load = _with_images(request, roles)
-    text, images = request.workload.prompt_tokens, load.images
-    of_images = "" if images is None else f" + {images.tokens:,}"
-    lengths = f"{text}{of_images} + {load.response_tokens} tokens"
+    images = 0 if load.images is None else math.ceil(load.images.tokens)
+    lengths = f"{load.prompt_tokens - images}{f' + {images:,}' if images else ''} + {load.response_tokens} tokens"
     yield f"{load.num_sequences} sequences of {lengths}, {request.flags.precision}"
     towers = [name for name, role in roles.items() if role.tower is not None]
-    if images is not None:
-        count, size = request.flags.images_per_prompt, request.flags.image_size
-        trained = [name for name in towers if name in request.dataflow.trained_roles and roles[name].trains_tower]
-        yield (
-            f"{count} image{'s' if count > 1 else ''} of {size} in each prompt: {images.tokens:,} of its tokens, and "
-            f"{images.num_patches:,} patches for the tower, which is {'trained' if trained else 'frozen'}"
-        )
+    if load.images is not None:
+        yield request.images.describe(roles[request.dataflow.trained_roles[0]])
     elif towers:
-        yield f"prompts without images, which {', '.join(towers)} could read: add --images-per-prompt 1"
+        yield (
+            request.images.note
+            or f"prompts without images, which {', '.join(towers)} could read: add --images-per-prompt 1"
+        )
 
 
 def _setting(request: PlanRequest, roles: Mapping[str, RoleMemory]) -> str:

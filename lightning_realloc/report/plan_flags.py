@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -29,8 +29,9 @@ from lightning_realloc.algorithms import (
     RewardModel,
 )
 from lightning_realloc.algorithms.base.module import MultiModelModule
-from lightning_realloc.errors import PlanError
+from lightning_realloc.errors import PlanError, require_choice
 from lightning_realloc.remote_path import expand_home
+from lightning_realloc.runtime.model.structure import TrainVision
 from lightning_realloc.tuning.memory.parts import HEADROOM
 
 ALGORITHMS: dict[str, type[MultiModelModule]] = {
@@ -114,6 +115,7 @@ def _add_model_flags(parser: ArgumentParser) -> None:
         help="Adapters of trained roles, as an algorithm's peft_config: a mapping in YAML, as in "
         "'{r: 16, target_modules: all-linear}', one of these for each role, or a folder of saved ones.",
     )
+    add("--train-vision", default="none", help="Trained parts that only images use: none, projector or all.")
 
 
 def _add_workload_flags(parser: ArgumentParser) -> None:
@@ -186,6 +188,7 @@ def refuse_contradictions(flags: Any) -> None:
         least = 0 if name == "images_per_prompt" else 1
         if flags[name] < least:
             raise PlanError(f"--{name.replace('_', '-')}={flags[name]} must be at least {least}")
+    require_choice("--train-vision", flags.train_vision, get_args(TrainVision), PlanError)
     if re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", flags.image_size) is None:
         raise PlanError(f"--image-size={flags.image_size} must be a width and a height in pixels, as in 1024x768")
     if flags.num_minibatches > flags.batch:

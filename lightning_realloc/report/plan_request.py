@@ -29,9 +29,11 @@ from lightning_realloc.report.plan_flags import (
     plan_parser,
     refuse_contradictions,
 )
+from lightning_realloc.report.plan_images import PlannedImages
 from lightning_realloc.report.run_file import RunFile, planned_run, read_content
 from lightning_realloc.strategies.pool.memory_check import refuse_offload_without_gpu
 from lightning_realloc.tuning.memory.parts import HEADROOM, Workload, parse_bytes
+from lightning_realloc.tuning.shapes.images import ImagesPerPrompt
 
 _LORA_OPTIONS = frozenset({"peft_type", "r", "target_modules", "lora_alpha"})
 """Options that distinguish a LoRA configuration from a mapping of roles."""
@@ -67,8 +69,12 @@ class PlanRequest:
     """Sequences, lengths and micro-batches of an iteration."""
     sweep: tuple[int, ...]
     """Numbers of nodes to search; empty without ``--sweep``."""
+    images: PlannedImages
+    """Images of prompts."""
     run: RunFile | None = None
     """Run of ``--config``; None without one."""
+    counts_images: bool = False
+    """Whether the length of prompts includes their images, as that of a run's data module does."""
     notes: tuple[str, ...] = ()
     """Assumptions about this run."""
 
@@ -88,6 +94,26 @@ class PlanRequest:
     def seconds(self) -> float:
         """CPU seconds of a search."""
         return DEFAULT_SEARCH_SECONDS if self.flags.seconds is None else float(self.flags.seconds)
+
+    def with_images(self, images: ImagesPerPrompt) -> Workload:
+        """Return the workload with images.
+
+        Raises:
+            PlanError: for images with more tokens than the run's data module keeps.
+        """
+        load, tokens = self.workload, math.ceil(images.tokens)
+        if not self.counts_images or self.run is None:
+            return replace(load, images=images, prompt_tokens=load.prompt_tokens + tokens)
+        bounds_both = self.run.data.get("max_tokens") is not None
+        setting, most = ("max_tokens", load.longest) if bounds_both else ("max_prompt_tokens", load.prompt_tokens)
+        if tokens >= most:
+            raise PlanError(
+                f"{self.run.files}: the images of a prompt have {tokens:,} tokens, and data.init_args.{setting} allows "
+                f"{most:,}; raise it, or shrink images, as max_pixels in processor_kwargs does"
+            )
+        prompt = max(load.prompt_tokens, tokens)
+        response = load.longest - prompt if bounds_both else load.response_tokens
+        return replace(load, images=images, prompt_tokens=prompt, response_tokens=response)
 
     def lighter(self) -> Iterator[tuple[str, PlanRequest]]:
         """Yield flags for training that needs less memory, with the request under them."""
@@ -139,9 +165,19 @@ def parse_request(arguments: Sequence[str]) -> PlanRequest:
         headroom=_headroom(flags),
         workload=_workload(flags, run),
         sweep=sweep,
+        images=_images(given, flags, run, models),
+        counts_images=run is not None and "prompt_length" in run.flags and "prompt_length" not in given,
         run=run,
         notes=() if run is None else (*_assumed_lengths(run, given, flags), *run.notes),
     )
+
+
+def _images(given: Any, flags: Any, run: RunFile | None, models: Mapping[str, Any]) -> PlannedImages:
+    """Return the images of prompts; without a run, there are as many as the flag says."""
+    width, height = map(int, flags.image_size.split("x"))
+    count = flags.images_per_prompt if run is None or "images_per_prompt" in given else None
+    size = (width, height) if run is None or "image_size" in given else None
+    return PlannedImages(count, size, (width, height), run, models["sources"][models["dataflow"].trained_roles[0]])
 
 
 def _models_of_flags(flags: Any) -> dict[str, Any]:

@@ -39,7 +39,10 @@ _GROUPS: Mapping[str, type] = {
     "speculation": Speculation,
 }
 """Settings of an algorithm, or of another group, that are groups of settings."""
-_VALUES = ("kl_coef", "ratio_to", "engine", "divergence", "reward_tokenizer", "reward_weights", "peft_config")
+_VALUES = (
+    *("kl_coef", "ratio_to", "engine", "divergence", "reward_tokenizer", "reward_weights", "peft_config"),
+    "train_vision",
+)
 """Further settings that calls, roles and lengths follow from."""
 
 

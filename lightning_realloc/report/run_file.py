@@ -72,6 +72,10 @@ class RunFile:
     """Flags of ``lightning-realloc plan`` that say the same, as far as the file does."""
     notes: tuple[str, ...]
     """Settings that change memory and are not counted."""
+    data: Mapping[str, Any]
+    """Settings of a data module of this package; empty for another one."""
+    tokenizer: str | None
+    """Folder or name of the tokenizer, and of the processor of images; None: that of the first trained role."""
 
     @property
     def dataflow(self) -> Dataflow:
@@ -181,7 +185,7 @@ def planned_run(content: Content, files: str, models: Mapping[str, str], peft: A
     trainer = _mapping(content.get("trainer"), "trainer", files)
     strategy = _strategy_settings(trainer.get("strategy"), files)
     sampling = getattr(module, "sampling", None)
-    devices = _devices(trainer, files)
+    devices, data = _devices(trainer, files), _own_data(content, files)
     return RunFile(
         files=files,
         module=module,
@@ -191,11 +195,16 @@ def planned_run(content: Content, files: str, models: Mapping[str, str], peft: A
         plan_source=strategy.get("plan") or "heuristic",
         flags={
             "algorithm": ALGORITHM_NAMES[cls.__name__],
+            "train_vision": module.loading.train_vision,
             "num_minibatches": module.train_options_of(module.dataflow.trained_roles[0]).num_minibatches,
             **_trainer_flags(trainer, strategy, devices, settings, files),
             **_sequence_flags(content, sampling, files),
         },
         notes=_notes(settings),
+        data=data,
+        tokenizer=next(
+            (one for one in (data.get("tokenizer"), settings.get("tokenizer")) if isinstance(one, str)), None
+        ),
     )
 
 
@@ -316,6 +325,12 @@ def _sequence_flags(content: Content, sampling: SamplingParams | None, files: st
     if longest is not None:  # of both together; a response may have all but one
         flags |= {"prompt_length": 1, "response_length": max(1, longest - 1)}
     return flags
+
+
+def _own_data(content: Content, files: str) -> dict[str, Any]:
+    """Return the settings of a data module of this package; empty for another one, and without one."""
+    path, settings = ("", {}) if content.get("data") is None else _class_and_settings(content, "data", files)
+    return settings if own_name(path) in _DATA_MODULES else {}
 
 
 def _notes(settings: Content) -> tuple[str, ...]:

@@ -107,9 +107,9 @@ def _size(name: str, role: RoleMemory, *, is_trained: bool) -> str:
 
 def _memory_line(builder: PoolBuilder, plan: ExecutionPlan, *, keeps_caches: bool) -> Iterator[str]:
     """Yield the forecast peak of the fullest rank; nothing if there is no forecast."""
-    flow, workload = builder.dataflow, builder.largest_workload()
-    ranks = range(builder.facts.world_size)
+    flow, ranks = builder.dataflow, range(builder.facts.world_size)
     try:
+        workload = builder.largest_workload()
         plan, settings = builder.for_forecast(plan)
         settings = settings.with_kept_caches(keeps_caches)
         forecast = forecast_memory(flow, plan, builder.describe_roles(), settings, workload, ranks=ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import os
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from lightning.pytorch import Callback
+from PIL import Image
 
 from lightning_realloc import ExecutionPlan, cli
 from lightning_realloc.errors import ConfigError, PlanError, ReallocError
@@ -18,6 +20,8 @@ from lightning_realloc.report.model_source import read_roles
 from lightning_realloc.report.plan_request import parse_request
 from lightning_realloc.report.run_file import RunFile, planned_run, read_content
 from tests.examples.test_ppo import ROOT, write_demo_files
+from tests.vision_models import tiny_vision_model
+from tests.vision_processors import tiny_processor
 from tests.workers import WorkerPool
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -77,7 +81,7 @@ def test_a_configuration_gives_models_workload_devices_and_precision() -> None:
     # 8 prompts of 4 responses each.
     assert run.flags == {
         "algorithm": "grpo", "num_minibatches": 1, "precision": "bf16-mixed", "responses_per_prompt": 4,
-        "response_length": 64, "batch": 32, "prompt_length": 100,
+        "response_length": 64, "batch": 32, "prompt_length": 100, "train_vision": "none",
     }  # fmt: skip
     assert set(_run(_with({"kl_coef": 0})).sources) == {"actor"}
     judged = _run(_with({"reward": ["my.module.judge", "org/one", "org/other"]}))
@@ -285,3 +289,41 @@ def test_a_run_plans_with_what_the_configuration_is_read_as(
     )
     assert {name: (role.model, role.shares) for name, role in read.items()} == roles
     assert isinstance(plan, ExecutionPlan)
+
+
+def test_a_run_with_images_plans_with_what_the_configuration_is_read_as(
+    workers: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_vision_model("llava").save_pretrained(tmp_path / "model")
+    tiny_processor("llava").save_pretrained(tmp_path / "model")
+    for number, size in enumerate([(32, 32), (40, 24), (18, 60), (16, 16)]):
+        Image.new("RGB", size).save(tmp_path / f"{number}.png")
+    rows = [{"prompt": "ab", "answer": "b", "images": [f"{number}.png", "0.png"]} for number in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    calls = {name: "pp2" for name in ("actor.generate", "actor.train")}
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    settings = {
+        "actor": "model", "reward": "lightning_realloc.rewards:exact_match", "kl_coef": 0.0,
+        "sampling": {"n": 2, "max_new_tokens": 5}, "train_vision": "projector",
+    }  # fmt: skip
+    content = {
+        "trainer": {
+            "accelerator": "cpu", "devices": 2, "max_steps": 1, "num_sanity_val_steps": 0, **dict.fromkeys(off, False),
+            "strategy": {"class_path": "ReallocStrategy", "init_args": {"plan": {"calls": calls}}},
+        },
+        "model": {"class_path": "GRPO", "init_args": settings},
+        "data": {"class_path": "PromptDataModule", "init_args": {"data": "rows.jsonl", "batch_size": 2}},
+    }  # fmt: skip
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    (workload, _, roles, _), _ = workers.run(_fit, str(tmp_path), world_size=2, init_process_group=False)
+    monkeypatch.chdir(tmp_path)
+    assert workload.images is not None and workload.images.num_parts == 2
+    text = workload.prompt_tokens - workload.images.tokens
+    request = parse_request(["--config", "run.yaml", "--check", "--prompt-length", str(round(text))])
+    read = read_roles(request.sources, request.dataflow, is_priced=False, train_vision=request.flags.train_vision)
+    tower = read["actor"].tower
+    assert tower is not None
+    images, _, _ = request.images.read(tower)
+    assert request.with_images(images) == workload
+    balanced = read["actor"].with_images(images, workload.longest, is_trained=True)
+    assert (balanced.model, balanced.shares) == roles["actor"] and balanced.trained_vision == "projector"

@@ -79,6 +79,24 @@ def with_images(
     Raises:
         DataError: for images that cannot be used, and for other numbers of images than of parts.
     """
+    shown, given, places, files = _found_images(values, message_columns, place, folder)
+    return {**shown, **_with_parts(given, places, files, processor, place), IMAGES: SampleImages(files, processor)}
+
+
+def image_sizes(
+    values: Mapping[str, Any], message_columns: Collection[str], place: str, *, folder: Path | None = None
+) -> tuple[tuple[int, int], ...]:
+    """Return width and height of a row's images, from their headers. Raises DataError as :func:`with_images`."""
+    if not has_images(values, message_columns):
+        return ()
+    *_, files = _found_images(values, message_columns, place, folder)
+    return tuple(file.size for file in files)
+
+
+def _found_images(
+    values: Mapping[str, Any], message_columns: Collection[str], place: str, folder: Path | None
+) -> tuple[dict[str, Any], dict[str, list[Message]], dict[str, list[Any]], list[ImageFile]]:
+    """Return the columns of a row with images, its conversations, the images that their parts name, and all images."""
     both = [name for name in IMAGE_COLUMNS if _listed(values.get(name))]
     if len(both) > 1:
         raise DataError(f"{place} has images in both columns, {' and '.join(both)}; give one of them")
@@ -107,7 +125,7 @@ def with_images(
         raise DataError(
             f"{place} has images, and no message that shows them; give the text as messages with roles and contents"
         )
-    return {**shown, **_with_parts(given, places, files, processor, place), IMAGES: SampleImages(files, processor)}
+    return shown, given, places, files
 
 
 def check_whole_images(row: Row, ids: Sequence[int]) -> None:

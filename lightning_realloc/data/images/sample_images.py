@@ -43,8 +43,8 @@ class Placeholders:
     """Text that takes the place of each image's placeholder."""
     inputs: Mapping[str, Tensor]
     """Further inputs of the model besides pixels, such as the grid of an image's patches."""
-    names: tuple[str, ...]
-    """Names of all further inputs."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Shapes of all further inputs."""
     num_tokens: int
     """Number of `ImageProcessor.token_id` in the texts."""
 
@@ -131,7 +131,7 @@ class ImageProcessor:
         return Placeholders(
             texts=tuple(part["replacement"] for part in replaced),
             inputs={name: values for name, values in inputs.items() if not name.startswith(_PIXELS)},
-            names=tuple(inputs),
+            shapes={name: tuple(values.shape) for name, values in inputs.items()},
             num_tokens=int((made["input_ids"] == self.token_id).sum()),
         )
 
@@ -281,16 +281,16 @@ class _Inputs(Mapping[str, Tensor]):
         self._known = images.placeholders
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._known.names:
+        if name not in self._known.shapes:
             raise KeyError(name)
         known = self._known.inputs.get(name)
         return self._images.processor.inputs(self._images)[name] if known is None else known
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._known.names)
+        return iter(self._known.shapes)
 
     def __len__(self) -> int:
-        return len(self._known.names)
+        return len(self._known.shapes)
 
 
 def _num_bytes(inputs: Mapping[str, Tensor]) -> int:

@@ -32,6 +32,7 @@ from lightning_realloc.runtime.transfer.agreement import TransportName
 from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
 from lightning_realloc.strategies.calls.overlap import OverlapOptions
 from lightning_realloc.strategies.generation_limits import generation_limits
+from lightning_realloc.strategies.largest_workload import largest_images, mean_images
 from lightning_realloc.strategies.measure.profiler import MAX_BLOCKS, MAX_DECODE_BLOCKS, OutOfTimeError, Profiler
 from lightning_realloc.strategies.measure.subjects import Machine, ProfileRequest, SubjectMaker
 from lightning_realloc.strategies.pool.builder import PoolBuilder
@@ -46,6 +47,7 @@ from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
 from lightning_realloc.tuning.memory.parts import Workload
 from lightning_realloc.tuning.search.planning_task import PlanningTask
 from lightning_realloc.tuning.search.space import legal_dims, sizes
+from lightning_realloc.tuning.shapes.images import ImagesPerPrompt
 from lightning_realloc.tuning.shapes.lengths import Lengths, TypicalLengths
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
@@ -295,16 +297,16 @@ def make_plan_evaluator(
     typical = TypicalLengths.from_iterations(iterations)
     longest = max(*typical.responses, _longest_allowed(module, dataflow))
     captures = "captures" in CAPABILITIES[module.engine] and bool(module.generation_options.cuda_graphs)
+    usual, most = (read(module.trainer, builder.tower) for read in (mean_images, largest_images))
 
     def estimate(lengths: TypicalLengths) -> Estimator:
+        tokens = {"prompt_tokens": lengths.prompt_tokens, "response_tokens": max(lengths.responses)}
         roofline = RooflineEstimator(
             dataflow,
             cluster,
             roles,
             settings,
-            _workload(
-                builder, dataflow, lengths, prompt_tokens=lengths.prompt_tokens, response_tokens=max(lengths.responses)
-            ),
+            _workload(builder, dataflow, lengths, **tokens, images=usual),
             responses=lengths.responses,
             factors=factors,
             efficiency=CPU_EFFICIENCY if on_cpu else Efficiency(captures_steps=captures),
@@ -313,12 +315,13 @@ def make_plan_evaluator(
         return roofline if profile is None else MeasuredEstimator(roofline, profile.table, profile.models)
 
     estimate(typical)  # raises errors now, not in the first search
+    tokens = {"prompt_tokens": typical.longest_prompt, "response_tokens": longest}
     task = PlanningTask(
         dataflow=dataflow,
         roles=roles,
         cluster=cluster,
         settings=settings,
-        workload=_workload(builder, dataflow, typical, prompt_tokens=typical.longest_prompt, response_tokens=longest),
+        workload=_workload(builder, dataflow, typical, **tokens, images=most),
         memory_budget=builder.memory_budget,
         overlap=overlap.overlap,
         generation_chunks=overlap.generation_chunks,
@@ -344,7 +347,13 @@ def _cluster_of(cluster: ClusterSpec, world_size: int) -> ClusterSpec:
 
 
 def _workload(
-    builder: PoolBuilder, dataflow: Dataflow, lengths: TypicalLengths, *, prompt_tokens: int, response_tokens: int
+    builder: PoolBuilder,
+    dataflow: Dataflow,
+    lengths: TypicalLengths,
+    *,
+    prompt_tokens: int,
+    response_tokens: int,
+    images: ImagesPerPrompt | None = None,
 ) -> Workload:
     module = builder.module
     options = module.train_options_of(next(iter(dataflow.trained_roles), ""))
@@ -357,6 +366,7 @@ def _workload(
         num_minibatches=options.num_minibatches,
         num_epochs=options.num_epochs,
         samples_per_prompt=1 if sampling is None else min(sampling.n, lengths.num_sequences),
+        images=images,
     )
 
 

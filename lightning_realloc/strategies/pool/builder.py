@@ -26,6 +26,7 @@ from lightning_realloc.remote_path import expand_home
 from lightning_realloc.runtime.dtypes import dtype_name
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.model.adapter_layers import adapted_layers
+from lightning_realloc.runtime.model.structure import vision_parts
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.transfer.shared_memory import shared_memory_obstacle
@@ -33,7 +34,7 @@ from lightning_realloc.strategies.generation_limits import (
     generation_limits,
     refuse_generation_layouts,
 )
-from lightning_realloc.strategies.largest_workload import largest_workload
+from lightning_realloc.strategies.largest_workload import largest_workload, usual_sequence
 from lightning_realloc.strategies.pool.memory_check import (
     describe_roles,
     describe_with_adapters,
@@ -55,6 +56,7 @@ from lightning_realloc.tuning.search.default_plan import DefaultPlan, default_pl
 from lightning_realloc.tuning.search.heuristic import heuristic_plan
 from lightning_realloc.tuning.search.planning_task import PlanningTask
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
+from lightning_realloc.tuning.shapes.tower import Tower
 
 PlanSource = Mapping[str, Any] | str | Path | ExecutionPlan  # the command line takes the first type that fits
 NamedPlan = ExecutionPlan | Literal["heuristic", "static"]
@@ -236,7 +238,13 @@ class PoolBuilder:
 
     def largest_workload(self) -> Workload | None:
         """Return the largest workload that memory must have room for; None if it is unknown."""
-        return largest_workload(self.module, self.module.trainer, self.dataflow.trained_roles)
+        return largest_workload(self.module, self.module.trainer, self.dataflow.trained_roles, self.tower)
+
+    @property
+    def tower(self) -> Tower | None:
+        """Tower of the first trained role, as which the rows' images are counted; None for a model of text."""
+        trained = self.dataflow.trained_roles
+        return self.describe_roles()[trained[0]].tower if trained else None
 
     def for_forecast(self, plan: ExecutionPlan) -> tuple[ExecutionPlan, MemorySettings]:
         """Return a plan and the settings of memory as callbacks change both."""
@@ -271,10 +279,27 @@ class PoolBuilder:
         )
         for role in self.dataflow.trained_roles:
             roles[role] = _balanced(roles[role], self.module.train_options_of(role).router_aux_loss_coef)
+        roles = self._with_images(roles)
         self._described.update(roles)
         if _POOL_ATTRIBUTE in vars(self.module):
             setattr(self.module, _ROLES_ATTRIBUTE, roles)
         return roles
+
+    def _with_images(self, roles: dict[str, RoleMemory]) -> dict[str, RoleMemory]:
+        """Return the roles with the stages that the data's images balance; those of the pool, once there is one."""
+        towers = [name for name, role in roles.items() if role.tower is not None]
+        if not towers:
+            return roles
+        pool: ModelPool | None = vars(self.module).get(_POOL_ATTRIBUTE)
+        if pool is not None:
+            placed = {name: pool.specs[name].costs for name in towers if name in pool.specs}
+            return roles | {
+                name: replace(roles[name], model=replace(roles[name].model, costs=costs))
+                for name, costs in placed.items()
+            }
+        trained = self.dataflow.trained_roles
+        images, tokens = usual_sequence(self.module, self.module.trainer, roles[trained[0]].tower if trained else None)
+        return {name: role.with_images(images, tokens, is_trained=name in trained) for name, role in roles.items()}
 
     def build(self, source: NamedPlan) -> ModelPool:
         """Build the pool, or return the one that an earlier Trainer built for this module.
@@ -335,6 +360,9 @@ class PoolBuilder:
             return earlier.specs
         describe = partial(describe_model, max_tp=self.facts.world_size)
         specs = {role: describe(models[role], tp_plan=self.options.tp_plans.get(role)) for role in roles}
+        for role, spec in specs.items():
+            if vision_parts(models[role]):  # whose share of the work follows from the data
+                specs[role] = replace(spec, costs=self.describe_roles()[role].model.costs)
         return specs | {role: specs[owner] for role, owner in sharers.items() if role in self.dataflow.roles}
 
     def _check_sharers(self, models: Mapping[str, nn.Module]) -> None:

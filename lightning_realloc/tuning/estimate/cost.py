@@ -73,6 +73,20 @@ class Pass(NamedTuple):
 _NOTHING = Pass()
 
 
+class StageWork(NamedTuple):
+    """Passes that those of every stage consist of."""
+
+    block: Pass
+    head: Pass
+    """Work of the last stage besides its blocks."""
+    images: Pass
+    """Work of the first stage besides its blocks."""
+
+    def plus(self, other: StageWork) -> StageWork:
+        """Return both, one after the other."""
+        return StageWork(*(own.plus(further) for own, further in zip(self, other, strict=True)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallCost:
     """Cost model of one role's calls under one layout."""
@@ -114,18 +128,23 @@ class CallCost:
     # ---- calls
     def _infer(self, shape: CallShape) -> CallSeconds:
         tokens, rows = self._micro_batch(shape)
-        stage = self._forward_stage(tokens, self.tokens.context, self._scored_head(rows), self._read_images(shape))
+        stage = self._forward_stage(
+            tokens, self.tokens.context, self._scored_head(rows), self._read_images(shape.mean_micro_batch)
+        )
         return self._pipelined(stage, self._exposed_gather(stage), shape.num_micro_batches, self._send(tokens))
 
     def _train(self, shape: CallShape, plan: CallPlan) -> CallSeconds:
         """Return the seconds of one optimizer step."""
         tokens, rows = self._micro_batch(shape)
-        forward = self._forward_stage(tokens, self.tokens.context, self._scored_head(rows), self._read_images(shape))
-        backward = self._backward_stage(shape, plan.gradient_checkpointing)
+        reads = self._forward_work(
+            tokens, self.tokens.context, self._scored_head(rows), self._read_images(shape.mean_micro_batch)
+        )
+        learns = self._backward_work(shape, plan.gradient_checkpointing)
+        forward, backward, both = (self._slowest_stage(*work) for work in (reads, learns, reads.plus(learns)))
         sharding = self._exposed_gather(forward) + self._exposed_gather(backward)
         sends = 2 * self._send(tokens)
         waiting = self._waiting_share(tokens, plan)
-        one = self._pipelined(forward.plus(backward), sharding, shape.num_micro_batches, sends, waiting_share=waiting)
+        one = self._pipelined(both, sharding, shape.num_micro_batches, sends, waiting_share=waiting)
         return one + self._reduce(backward) + self._sum_tied() + self._optimize()
 
     def _count_experts(self, shape: CallShape) -> CallSeconds:
@@ -141,7 +160,7 @@ class CallCost:
     def _route(self, shape: CallShape) -> CallSeconds:
         """Return the seconds of a step's forward passes without heads."""
         tokens, _ = self._micro_batch(shape)
-        stage = self._forward_stage(tokens, self.tokens.context, _NOTHING, self._read_images(shape))
+        stage = self._forward_stage(tokens, self.tokens.context, _NOTHING, self._read_images(shape.mean_micro_batch))
         return self._pipelined(stage, self._exposed_gather(stage), shape.num_micro_batches, self._send(tokens))
 
     def _generate(self, shape: CallShape) -> CallSeconds:
@@ -150,7 +169,7 @@ class CallCost:
         prompts = shape.num_prompts(shape.share) / waves
         tokens = prompts * load.prompt_tokens
         launch, head = self.links.efficiency.decode_launch_s, self._sampled_head(shape.share / waves)
-        images = Pass(self.tower.forward(prompts) if self.tower is not None else 0.0)
+        images = self._read_images(prompts)
         prefill = self._forward_stage(tokens, load.prompt_tokens / 2, head, images, launch_s=launch)
         parts = self._pipelined(prefill, self._exposed_gather(prefill), waves, self._send(tokens))
         segments = plan_decoding(self.tokens.responses, load.prompt_tokens, shape.share, shape.slots)
@@ -177,18 +196,27 @@ class CallCost:
         return CallSeconds(compute=shapes * efficiency.capture_steps * launched)
 
     # ---- stages
-    def _read_images(self, shape: CallShape) -> Pass:
-        """Return the tower's pass over a micro-batch, each of whose sequences brings the images of its prompt."""
-        return Pass(self.tower.forward(shape.mean_micro_batch) if self.tower is not None else 0.0)
+    def _read_images(self, prompts: float) -> Pass:
+        """Return the tower's pass over the images of some prompts; each sequence of a micro-batch brings its own."""
+        return Pass(self.tower.forward(prompts) if self.tower is not None else 0.0)
+
+    def _learn_images(self, prompts: float, *, recomputes: bool) -> Pass:
+        """Return the tower's backward pass over the images of some prompts."""
+        return Pass(self.tower.backward(prompts, recomputes=recomputes) if self.tower is not None else 0.0)
 
     def _forward_stage(
         self, tokens: float, context: float, head: Pass, images: Pass, *, launch_s: float | None = None
     ) -> Pass:
+        return self._slowest_stage(*self._forward_work(tokens, context, head, images, launch_s=launch_s))
+
+    def _forward_work(
+        self, tokens: float, context: float, head: Pass, images: Pass, *, launch_s: float | None = None
+    ) -> StageWork:
         launch = self.links.efficiency.layer_launch_s if launch_s is None else launch_s
         block = self._launched(self.kernels.forward(tokens, context), self._exchange(tokens), launch)
-        return self._slowest_stage(block, head, images)
+        return StageWork(block, head, images)
 
-    def _backward_stage(self, shape: CallShape, checkpointing: bool) -> Pass:
+    def _backward_work(self, shape: CallShape, checkpointing: bool) -> StageWork:
         share, (tokens, rows) = self.trained_share, self._micro_batch(shape)
         launch, exchange = self.links.efficiency.layer_launch_s, self._exchange(tokens)
         context = self.tokens.context
@@ -197,10 +225,7 @@ class CallCost:
             block = block.plus(self._launched(self.kernels.forward(tokens, context), exchange, launch))
         again = self.kernels.tiled_head(rows, is_trained=share == 1)
         head = Pass((1 + share) * self.kernels.head(rows) + again + self.kernels.logprobs(rows))
-        images = 0.0
-        if self.tower is not None:
-            images = self.tower.backward(shape.mean_micro_batch, recomputes=checkpointing)
-        return self._slowest_stage(block, head, Pass(images))
+        return StageWork(block, head, self._learn_images(shape.mean_micro_batch, recomputes=checkpointing))
 
     def _decode_stage(self, sequences: float, attended: float) -> Pass:
         efficiency, kernels = self.links.efficiency, self.kernels.decode(sequences, attended)

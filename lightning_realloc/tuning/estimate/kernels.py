@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from lightning_realloc.limits import is_tiled
 from lightning_realloc.tuning.estimate.hardware import Device
 from lightning_realloc.tuning.shapes.experts import Experts
+from lightning_realloc.tuning.shapes.images import ImagesPerPrompt
 from lightning_realloc.tuning.shapes.model_shape import ModelShape
-from lightning_realloc.tuning.shapes.tower import ImagesPerPrompt, Tower
+from lightning_realloc.tuning.shapes.tower import Tower, VisionPart
 
 BACKWARD_ATTENTION = 2.5
 """Ratio of backward to forward flops of fused attention: five products for two, since it recomputes the scores."""
@@ -157,8 +158,10 @@ class TowerKernels:
     """Images of one prompt."""
     blocks: Kernels
     """Times of the tower's blocks, whose tokens are patches."""
-    is_trained: bool
-    """Whether the tower has gradients if its role is trained."""
+    trained: VisionPart
+    """First part that has gradients if the role is trained."""
+    trained_share: float
+    """Fraction of the elements of tower and projector that have them."""
 
     def forward(self, num_prompts: float) -> float:
         """Return the time from pixels in host memory to the features of all tokens."""
@@ -171,15 +174,18 @@ class TowerKernels:
         )
 
     def backward(self, num_prompts: float, *, recomputes: bool) -> float:
-        """Return the time of a backward pass; 0 for a frozen tower, whose projector counts as frozen, too."""
-        if not self.is_trained:
+        """Return the time of a backward pass, which ends at the first part that is trained."""
+        if self.trained is None:
             return 0.0
+        if self.trained == "projector":
+            return 2 * self._projector(num_prompts)
         patches = num_prompts * self.images.num_patches
         context = self._context(patches)
-        block = self.blocks.backward(patches, context, trained_share=1.0)
+        block = self.blocks.backward(patches, context, trained_share=self.trained_share)
         again = self.blocks.forward(patches, context) if recomputes else 0.0
         launch = (2 if recomputes else 1) * self.blocks.device.efficiency.layer_launch_s
-        return self.tower.blocks.num_layers * max(block + again, launch) + 2 * self._projector(num_prompts)
+        projector = (1 + self.trained_share) * self._projector(num_prompts)
+        return self.tower.blocks.num_layers * max(block + again, launch) + projector
 
     def _context(self, patches: float) -> float:
         return patches if self.tower.is_joint else self.tower.mean_context(self.images.part_patches)

@@ -47,14 +47,19 @@ class MeasuredCost(CallCost):
 
     def _infer(self, shape: CallShape) -> CallSeconds:
         count, (tokens, _) = shape.num_micro_batches, self._micro_batch(shape)
-        stage = self._measured("infer", tokens, self.tokens.sequence).repeated(self._contention_of(count))
+        images = self._like_blocks(self._read_images(shape.mean_micro_batch), tokens)
+        stage = self._measured("infer", tokens, self.tokens.sequence, images=images)
+        stage = stage.repeated(self._contention_of(count))
         return self._pipelined(stage, 0.0, count, self._send(tokens))
 
     def _train(self, shape: CallShape, plan: CallPlan) -> CallSeconds:
         count, (tokens, _) = shape.num_micro_batches, self._micro_batch(shape)
-        usual, last = (self._measured(kind, tokens, self.tokens.sequence) for kind in ("train", "train_last"))
-        if plan.gradient_checkpointing:
-            again = self._measured("infer", tokens, self.tokens.sequence, rest=False)
+        prompts, recomputes = shape.mean_micro_batch, plan.gradient_checkpointing
+        images = self._read_images(prompts).plus(self._learn_images(prompts, recomputes=recomputes))
+        images, length = self._like_blocks(images, tokens), self.tokens.sequence
+        usual, last = (self._measured(kind, tokens, length, images=images) for kind in ("train", "train_last"))
+        if recomputes:
+            again = self._measured("infer", tokens, length, rest=False)
             usual, last = usual.plus(again), last.plus(again)
         usual, last = (stage.repeated(self._contention_of(count)) for stage in (usual, last))
         waiting = self._waiting_share(tokens, plan)
@@ -65,14 +70,17 @@ class MeasuredCost(CallCost):
 
     def _route(self, shape: CallShape) -> CallSeconds:
         count, (tokens, _) = shape.num_micro_batches, self._micro_batch(shape)
-        stage = self._measured("infer", tokens, self.tokens.sequence, rest=False).repeated(self._contention_of(count))
-        return self._pipelined(stage, 0.0, count, self._send(tokens))
+        images = self._like_blocks(self._read_images(shape.mean_micro_batch), tokens)
+        stage = self._measured("infer", tokens, self.tokens.sequence, rest=False, images=images)
+        return self._pipelined(stage.repeated(self._contention_of(count)), 0.0, count, self._send(tokens))
 
     def _generate(self, shape: CallShape) -> CallSeconds:
         load, pp = self.tokens.workload, self.dims.pp
-        prompts = shape.num_prompts(shape.share) * (load.prompt_tokens - 1)
+        count = shape.num_prompts(shape.share)
+        prompts = count * (load.prompt_tokens - 1)
+        images = self._like_blocks(self._read_images(count), prompts)
         # The first step is a forward pass over the prompts, and a decoding step for their last tokens.
-        first = self._measured("infer", prompts, load.prompt_tokens, rest=False).plus(
+        first = self._measured("infer", prompts, load.prompt_tokens, rest=False, images=images).plus(
             self._measured("decode", shape.slots, load.prompt_tokens)
         )
         parts = CallSeconds(compute=first.total)
@@ -83,10 +91,22 @@ class MeasuredCost(CallCost):
             parts += CallSeconds(compute=stage.compute, pipeline=self._send(batch)).scaled(segment.steps * pp)
         return parts.scaled(self.contention(1.0)) + self._capture(segments)
 
-    def _measured(self, kind: PassKind, first: float, second: float, *, rest: bool = True) -> Pass:
+    def _measured(
+        self, kind: PassKind, first: float, second: float, *, rest: bool = True, images: Pass | None = None
+    ) -> Pass:
         times = self.passes[kind]
         head = Pass(times.rest(first, second) if rest else 0.0)
-        return self._slowest_stage(Pass(times.block(first, second)), head)
+        return self._slowest_stage(Pass(times.block(first, second)), head, images or Pass())
+
+    def _like_blocks(self, images: Pass, tokens: float) -> Pass:
+        """Return a tower's passes times the ratio of measured to estimated seconds of a block of the language model.
+
+        Towers are not measured. Their blocks are products and attention on the same device.
+        """
+        if not images.total:
+            return images
+        block = self.kernels.forward(tokens, self.tokens.context) + self._exchange(tokens)
+        return images.repeated(self.passes["infer"].block(tokens, self.tokens.sequence) / block)
 
     def _contention_of(self, micro_batches: int) -> float:
         """Return the slowdown of a call with idle stages while the pipeline fills and drains."""

@@ -146,7 +146,8 @@ class RooflineEstimator:
         if tower is None or images is None:
             return None
         blocks = Kernels(tower.blocks, 1, Device(self.cluster, self.efficiency), self._element_bytes)
-        return TowerKernels(tower, images, blocks, self.roles[role].trains_tower)
+        part, share = self.roles[role].trained_vision, self.roles[role].trained_vision_share
+        return TowerKernels(tower, images, blocks, trained=part, trained_share=share)
 
     @property
     def _element_bytes(self) -> int:

@@ -240,9 +240,9 @@ class CallMemory:
         tower, load, division = self.role.tower, self.workload, self._shape
         if tower is None or load is None or load.images is None or division is None:
             return TowerBytes()
-        options = {"is_trained": self.kind == "train" and self.role.trains_tower}
-        options["recomputes"] = self.plan.gradient_checkpointing
-        read = tower.pass_bytes(load.images, prompts or division.micro_batch, self.activation_bytes, **options)
+        trained = self.role.trained_vision if self.kind == "train" else None
+        count, recomputes = prompts or division.micro_batch, self.plan.gradient_checkpointing
+        read = tower.pass_bytes(load.images, count, self.activation_bytes, trained=trained, recomputes=recomputes)
         pixels = read.pixels * (division.num_micro_batches if self.sizes.dims.pp > 1 else 1)
         return TowerBytes(pixels=pixels) if self.sizes.stage > 0 else read._replace(pixels=pixels)
 
@@ -275,15 +275,15 @@ class CallMemory:
 
     def _generate(self) -> list[MemoryParts]:
         body = MemoryParts(gathered=self._root + self._block + self._buffer(self._block))
-        shape, load, cache, engine = self.role.shape, self.workload, self.cache, self.settings.engine
-        division = self._shape
+        shape, load, cache, division = self.role.shape, self.workload, self.cache, self._shape
         if shape is None or load is None or cache is None or division is None:
             return [*self._gathering(0), body]
-        share, slots, last = division.share, division.slots, cache.final_bytes
-        prompts = division.num_prompts(slots) * (load.prompt_tokens - 1)
-        prefill = min(MAX_PREFILL_TOKENS, prompts if cache.positions is None else cache.positions) + slots
+        engine, share, slots, last = self.settings.engine, division.share, division.slots, cache.final_bytes
+        prompts = math.ceil(division.num_prompts(slots) / self.sizes.dims.pp)  # of one group, as stages run in turn
+        unread = prompts * (load.prompt_tokens - 1) if cache.positions is None else cache.positions
+        prefill = min(MAX_PREFILL_TOKENS, unread) + slots
         # A step reads a prompt with images whole.
-        images = self._images(max(1, min(division.num_prompts(slots), MAX_PREFILL_TOKENS // load.prompt_tokens)))
+        images = self._images(max(1, min(prompts, MAX_PREFILL_TOKENS // load.prompt_tokens)))
         # Where samples wait for slots, prompts are still processed when the cache has grown.
         is_small = share == slots and engine.frees_cache
         read = MemoryParts(kv_cache=cache.prefill_bytes if is_small else last)

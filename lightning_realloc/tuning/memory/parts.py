@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields, replace
 
 from lightning_realloc.errors import PlanError
 from lightning_realloc.limits import DEFAULT_MICRO_BATCH_TOKENS
+from lightning_realloc.tuning.shapes.images import ImagesPerPrompt
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
-from lightning_realloc.tuning.shapes.tower import ImagesPerPrompt
 
 HEADROOM = 0.1
 """Fraction of a device's memory that chosen plans leave free, since forecasts err by up to 9 %. A larger value is

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_realloc.layout.model import ModelSpec, ParamSpec
+from lightning_realloc.tuning.shapes.images import ImagesPerPrompt, is_of_tower, vision_params
 from lightning_realloc.tuning.shapes.model_shape import ModelShape
-from lightning_realloc.tuning.shapes.tower import Tower, is_of_tower, vision_params
+from lightning_realloc.tuning.shapes.tower import Tower, VisionPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,17 +34,39 @@ class RoleMemory:
     """The role whose replicas this role's calls use, since it has none of its own; None: it has its own."""
     divides_logits: bool = field(init=False, repr=False, compare=False)
     """Whether tensor parallelism cuts the head by vocabulary, so that each rank computes a part of the logits."""
-    trains_tower: bool = field(init=False, repr=False, compare=False)
-    """Whether a part of the tower before its projector has gradients if the role is trained."""
+    trained_vision: VisionPart = field(init=False, repr=False, compare=False)
+    """First part that only images use and that has gradients if the role is trained."""
     num_trained_vision: int = field(init=False, repr=False, compare=False)
     """Elements of tower and projector that have gradients if the role is trained."""
+    trained_vision_share: float = field(init=False, repr=False, compare=False)
+    """Fraction of the elements of tower and projector that these are."""
 
     def __post_init__(self) -> None:  # forecasts read these for every rank
         vision = () if self.tower is None else vision_params(self.model)
         trained = [param for param in vision if param.name not in self.frozen_params]
-        object.__setattr__(self, "trains_tower", any(map(is_of_tower, trained)))
-        object.__setattr__(self, "num_trained_vision", sum(param.numel for param in trained))
+        part = None if not trained else "tower" if any(map(is_of_tower, trained)) else "projector"
+        num_trained, num_vision = (sum(param.numel for param in params) for params in (trained, vision))
+        object.__setattr__(self, "trained_vision", part)
+        object.__setattr__(self, "num_trained_vision", num_trained)
+        object.__setattr__(self, "trained_vision_share", num_trained / max(1, num_vision))
         object.__setattr__(self, "divides_logits", self._cuts_vocabulary())
+
+    def with_images(self, images: ImagesPerPrompt | None, sequence_tokens: float, *, is_trained: bool) -> RoleMemory:
+        """Return the role with pipeline stages that count the passes of its tower as work of the first one.
+
+        Args:
+            images: Images of each sequence's prompt; None: the tower does not run.
+            sequence_tokens: Tokens of a sequence.
+            is_trained: Whether stages are balanced for training, where frozen parts have no backward pass.
+        """
+        if self.tower is None or images is None:
+            return self
+        text, vision = 1.0, 1.0
+        if is_trained:
+            text += 1 + self.trained_share
+            vision += 1 + self.trained_vision_share if self.trained_vision == "tower" else 0
+        cost = round(self.tower.pass_products(images) / sequence_tokens * vision / text)
+        return replace(self, model=replace(self.model, costs=(cost, *self.model.costs[1:])))
 
     @property
     def num_frozen(self) -> int:

@@ -1,7 +1,7 @@
 """Sizes of the tower of a model of images and text: how its family reads an image, and the bytes of a pass over images.
 
-Pure arithmetic. Images are resized as transformers' processors do with the settings of published models. Tests compare
-patches and tokens with those of the processors.
+Pure arithmetic. Images are resized as transformers' processors do with the settings of published models, or as the
+inputs say that a processor made. Tests compare patches and tokens with those of the processors.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 from lightning_realloc.errors import PlanError
-from lightning_realloc.layout.model import ModelSpec, ParamSpec
-from lightning_realloc.limits import PROJECTOR_NAMES
+from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.tuning.shapes.experts import read_size
+from lightning_realloc.tuning.shapes.images import ImagesPerPrompt, is_of_tower, vision_params
 from lightning_realloc.tuning.shapes.model_shape import ACTIVATION_COPIES, ModelShape
 
 _FLOAT32 = 4
@@ -27,31 +27,14 @@ _PARTS_PER_EDGE = 4
 """Parts along the longer edge of an image of Idefics3 and SmolVLM, which enlarge images to them."""
 _MAX_TILES = 12
 """Most parts of an image of InternVL, without the whole image, which is another one."""
+_ENLARGING = ("idefics3", "smolvlm")
+"""Families that enlarge images before they cut them."""
 _KEEPS_LAYERS = frozenset({"llava", "llava_onevision", "mistral3"})
 """Families whose features come from the list of the hidden states of all layers."""
-_PROJECTOR = re.compile(PROJECTOR_NAMES)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImagesPerPrompt:
-    """Images of a prompt, as a tower reads them."""
-
-    num_parts: int
-    """Images, or parts of images that are read apart: patches see those of their own part."""
-    part_patches: int
-    """Patches of one part."""
-    tokens: int
-    """Tokens of the prompt that the processor writes for the images."""
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            if getattr(self, item.name) < 1:
-                raise PlanError(f"{item.name}={getattr(self, item.name)} of a prompt's images must be at least 1")
-
-    @property
-    def num_patches(self) -> int:
-        """Patches of all images."""
-        return self.num_parts * self.part_patches
+VisionPart = Literal["tower", "projector"] | None
+"""First part, in the order of a pass, that has gradients; None: all that only images use is frozen."""
 
 
 class TowerBytes(NamedTuple):
@@ -102,6 +85,8 @@ class Tower:
     """Further features of each token, which later blocks of the language model read."""
     projector: int = 0
     """Elements of the matrices between tower and language model."""
+    projector_features: int = 0
+    """Features of a token that these matrices, and functions between them, have as inputs."""
     outputs: int = 1
     """Features of a token of the language model."""
 
@@ -112,8 +97,10 @@ class Tower:
         if family not in _READERS or vision is None:
             return None
         params = vision_params(model)
-        blocks, depth = _blocks(vision, [param.name for param in params]), 3 if _is_gated(params) else 2
-        inside = blocks.num_layers * blocks.hidden * (4 * blocks.hidden + depth * blocks.intermediate)
+        blocks = _blocks(vision, [param.name for param in params])
+        matrices = [param.shape for param in params if len(param.shape) == 2 and not is_of_tower(param)]
+        outputs = config.get_text_config().hidden_size
+        levels = len(getattr(vision, "deepstack_visual_indexes", None) or ())
         full = getattr(vision, "fullatt_block_indexes", None)
         patch, window = _edge(vision.patch_size), read_size(vision, "window_size")
         return cls(
@@ -127,9 +114,10 @@ class Tower:
             sizes=tuple(map(tuple, getattr(config, "image_grid_pinpoints", None) or ())),
             window=None if full is None or window is None else (window // patch) ** 2,
             num_windowed=0 if full is None else blocks.num_layers - len(full),
-            num_levels=len(getattr(vision, "deepstack_visual_indexes", None) or ()),
-            projector=max(0, sum(param.numel for param in params if len(param.shape) == 2) - inside),
-            outputs=config.get_text_config().hidden_size,
+            num_levels=levels,
+            projector=sum(map(math.prod, matrices)),
+            projector_features=max(0, sum(map(sum, matrices)) - (1 + levels) * outputs),
+            outputs=outputs,
         )
 
     def read(self, height: int, width: int, *, count: int = 1) -> ImagesPerPrompt:
@@ -142,6 +130,41 @@ class Tower:
             raise PlanError(f"{count} images of {width}x{height} pixels: all three must be at least 1")
         parts, patches, tokens = _READERS[self.family](self, height, width)
         return ImagesPerPrompt(num_parts=count * parts, part_patches=patches, tokens=count * tokens)
+
+    def parts_of(
+        self, shapes: Mapping[str, tuple[int, ...]], values: Mapping[str, Sequence[Sequence[int]]]
+    ) -> tuple[int, ...]:
+        """Return the patches of each part of images, from the inputs that an image processor made of them.
+
+        Args:
+            shapes: Input of the model -> its shape.
+            values: Input that says how images lie in others, such as ``image_grid_thw`` -> its rows.
+        """
+        grids = [grid for name in ("image_grid_thw", "video_grid_thw") for grid in values.get(name, ())]
+        if grids:
+            return tuple(rows * columns for times, rows, columns in grids for _ in range(times))
+        if self.is_joint:
+            return tuple((height // self.patch) * (width // self.patch) for height, width in values["image_sizes"])
+        *outer, _, height, width = shapes["pixel_values"]
+        return ((height // self.patch) * (width // self.patch) + self.num_extra,) * math.prod(outer)
+
+    def count_tokens(self, parts: Sequence[int], values: Mapping[str, Sequence[Sequence[int]]]) -> int:
+        """Return the tokens that a processor writes for one image of such `parts_of` it."""
+        each = (parts[0] - self.num_extra) // self.merge**2
+        if self.family in _PIXEL_BOUNDS:
+            return sum(parts) // self.merge**2
+        if self.is_joint:
+            ((height, width),) = values["image_sizes"]
+            edge = self.patch * self.merge
+            return height // edge * (width // edge + 1)
+        if self.family == "llava_onevision":
+            ((height, width),) = values["image_sizes"]
+            return int(self.read(height, width).tokens)
+        if self.family in _ENLARGING:
+            ((rows,),), ((columns,),) = values["rows"], values["cols"]
+            return _grid_tokens(rows, columns, each)
+        around = {"internvl": 2, "gemma3": 4 * len(parts)}.get(self.family, 0)
+        return len(parts) * each + around
 
     @property
     def square_patches(self) -> int:
@@ -168,28 +191,32 @@ class Tower:
         return num_patches * _CHANNELS * self.frames * self.patch**2 * _FLOAT32
 
     def pass_bytes(
-        self, images: ImagesPerPrompt, num_prompts: int, element_bytes: int, *, is_trained: bool, recomputes: bool
+        self, images: ImagesPerPrompt, num_prompts: int, element_bytes: int, *, trained: VisionPart, recomputes: bool
     ) -> TowerBytes:
         """Return the bytes of a pass over the images of some prompts.
 
         Args:
             images: Images of one prompt.
             element_bytes: Bytes of an activation.
-            is_trained: Whether the tower keeps activations for a backward pass.
-            recomputes: Whether its blocks keep only their inputs, and compute the others again.
+            trained: First part that keeps activations for a backward pass.
+            recomputes: Whether the tower's blocks keep only their inputs, and compute the others again.
         """
-        patches, blocks = num_prompts * images.num_patches, self.blocks
+        patches, tokens, blocks = math.ceil(num_prompts * images.num_patches), num_prompts * images.tokens, self.blocks
         mask = patches**2 * element_bytes if self.is_joint else 0
         read = TowerBytes(
             pixels=int(self.pixel_bytes(patches)),
             working=patches * self._working_bytes(element_bytes) + mask,
-            features=num_prompts * images.tokens * self.num_levels * self.outputs * element_bytes,
+            features=int(tokens * self.num_levels * self.outputs * element_bytes),
         )
-        if not is_trained:
+        if trained is None:
             return read
+        # The projector keeps the inputs of a norm, as they are and normalized, and of what follows.
+        kept = int((tokens * self.projector_features + 2 * patches * blocks.hidden) * element_bytes)
+        if trained == "projector":
+            return read._replace(saved=kept)
         saved, inputs = blocks.saved_bytes(1, element_bytes), blocks.hidden * element_bytes
         return read._replace(
-            saved=patches * blocks.num_layers * (inputs if recomputes else saved) + mask,
+            saved=kept + patches * blocks.num_layers * (inputs if recomputes else saved) + mask,
             backward=patches * (blocks.backward_elements(1) * element_bytes + (saved if recomputes else 0)),
         )
 
@@ -207,24 +234,19 @@ class Tower:
             each += self.blocks.num_layers * self.blocks.hidden * element_bytes
         return each
 
-    def mean_context(self, part_patches: int) -> float:
+    def pass_products(self, images: ImagesPerPrompt) -> float:
+        """Return the multiplications of a pass over a prompt's images, of attention's scores, too."""
+        blocks = self.blocks
+        features = blocks.intermediate * (3 if blocks.gated else 2) + 2 * self.mean_context(images.part_patches)
+        block = blocks.hidden * (4 * blocks.hidden + features)
+        return images.num_patches * blocks.num_layers * block + images.tokens * self.projector
+
+    def mean_context(self, part_patches: float) -> float:
         """Return the mean patches that a patch sees over layers, in parts of so many patches."""
         if self.window is None:
             return part_patches
         share = self.num_windowed / self.blocks.num_layers
         return share * min(self.window, part_patches) + (1 - share) * part_patches
-
-
-def vision_params(model: ModelSpec) -> tuple[ParamSpec, ...]:
-    """Return the parameters of a model of images and text that only images use: those before the decoder's own."""
-    first = next((param for param in model.params if param.block is not None), None)
-    decoder = "" if first is None else first.name.partition(f".{first.block}.")[0].rpartition(".")[0]
-    return tuple(p for p in model.params if p.section == "input" and not p.name.startswith(f"{decoder}."))
-
-
-def is_of_tower(param: ParamSpec) -> bool:
-    """Return whether one of the `vision_params` belongs to the tower itself, and not to the projector."""
-    return _PROJECTOR.search(param.name) is None
 
 
 # ---- configs
@@ -252,10 +274,6 @@ def _blocks(vision: Any, names: Sequence[str]) -> ModelShape:
         qk_norm=any("q_norm" in name for name in names),
         activation_copies=ACTIVATION_COPIES.get(str(getattr(vision, "hidden_act", "")), 0),
     )
-
-
-def _is_gated(params: Sequence[ParamSpec]) -> bool:
-    return any("gate" in param.name for param in params)
 
 
 def _edge(size: Any) -> int:
@@ -327,9 +345,15 @@ def _read_enlarged(tower: Tower, height: int, width: int) -> _Read:
     longer, shorter = max(height, width), min(height, width)
     across = math.ceil(_PARTS_PER_EDGE * shorter / longer - 1e-9)
     rows, columns = (across, _PARTS_PER_EDGE) if width >= height else (_PARTS_PER_EDGE, across)
-    each = tower.square_tokens
-    # Each part has two tokens around it, each line a break, and the whole image three tokens.
-    return rows * columns + 1, tower.square_patches, rows * (columns * (each + 2) + 1) + each + 3
+    return rows * columns + 1, tower.square_patches, _grid_tokens(rows, columns, tower.square_tokens)
+
+
+def _grid_tokens(rows: int, columns: int, each: int) -> int:
+    """Return the tokens of a grid of parts with two tokens around each, and a break after each line.
+
+    The whole image has three further tokens.
+    """
+    return rows * (columns * (each + 2) + 1) + each + 3
 
 
 def _read_fitted(tower: Tower, height: int, width: int) -> _Read:
@@ -363,7 +387,6 @@ _READERS: Mapping[str, Callable[[Tower, int, int], _Read]] = {
     "gemma3": _read_square,
     "llava": _read_square,
     "internvl": _read_tiles,
-    "idefics3": _read_enlarged,
-    "smolvlm": _read_enlarged,
+    **dict.fromkeys(_ENLARGING, _read_enlarged),
     "llava_onevision": _read_fitted,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,11 +14,12 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.generation import SamplingParams
+from lightning_realloc.runtime.model.structure import TrainVision, frozen_vision
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.pool.memory_check import describe_roles, engine_memory
 from lightning_realloc.tuning.memory.forecast import forecast_memory
 from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
-from lightning_realloc.tuning.shapes.tower import ImagesPerPrompt
+from lightning_realloc.tuning.shapes.images import ImagesPerPrompt
 from tests.devices import CPU_ALONE
 from tests.matrices import matrix
 from tests.models import byte_tokenizer
@@ -82,13 +83,13 @@ class ImageBatches:
         return {"pixel_values": torch.randn(256, 3 * 2 * PATCH**2), "image_grid_thw": torch.tensor([[1, 16, 16]])}
 
 
-def compare(family: str, plan: dict[str, Any], trains_tower: bool, has_images: bool) -> Comparison:
+def compare(family: str, plan: dict[str, Any], trained: TrainVision, has_images: bool) -> Comparison:
     """Train for three iterations; return this rank's predicted and measured bytes."""
     world_size, monitor = runs.world_size(), IterationPeaks()
     models = [vision_model(family), vision_model(family)]
+    frozen = frozen_vision(models[0], trained)
     for name, parameter in models[0].named_parameters():
-        if "visual" in name or "vision" in name or "projector" in name:
-            parameter.requires_grad_(trains_tower)
+        parameter.requires_grad_(name not in frozen)
     standing = _bytes_alive() - sum(weight.nbytes for model in models for weight in model.parameters())
     load = Workload(
         num_sequences=NUM_PROMPTS * NUM_RESPONSES, prompt_tokens=68, response_tokens=RESPONSE, micro_batch_tokens=200,
@@ -106,7 +107,7 @@ def compare(family: str, plan: dict[str, Any], trains_tower: bool, has_images: b
     trainer.fit(module, ImageBatches(family, has_images=has_images))  # type: ignore[arg-type]
     engine = replace(engine_memory(module, torch.device("cpu"), torch.float32), packs_weights=False)
     roles = describe_roles(module.roles(), {})
-    assert roles["actor"].tower is not None and roles["actor"].trains_tower == trains_tower
+    assert roles["actor"].trained_vision == {"none": None, "projector": "projector", "all": "tower"}[trained]
     if has_images:
         load = replace(load, images=ImagesPerPrompt(num_parts=1, part_patches=(EDGE // PATCH) ** 2, tokens=64))
     settings = MemorySettings(shares_memory=True, builds_on_device=True, engine=engine)
@@ -127,21 +128,21 @@ def check(found: list[Comparison]) -> None:
 
 
 CASES = [
-    (family, layout, trains, reads)
+    (family, layout, trained, reads)
     for family in TOWERS
     for layout in ("dp1", "tp2", "fsdp2", "pp2")
-    for trains in (False, True)
+    for trained in get_args(TrainVision)
     for reads in (False, True)
 ]
 
 
 @CPU_ALONE
 @pytest.mark.parametrize(
-    ("family", "layout", "trains_tower", "has_images"), matrix(CASES, ("qwen2_5_vl", "fsdp2", True, True))
+    ("family", "layout", "trained", "has_images"), matrix(CASES, ("qwen2_5_vl", "fsdp2", "all", True))
 )
 def test_peaks_are_predicted(
-    workers: WorkerPool, family: str, layout: str, trains_tower: bool, has_images: bool
+    workers: WorkerPool, family: str, layout: str, trained: TrainVision, has_images: bool
 ) -> None:
     plan = calls(actor_train=layout, actor_generate=layout, reference_infer=layout)
     world_size = 1 if layout == "dp1" else 2
-    check(workers.run(compare, family, plan, trains_tower, has_images, world_size=world_size, init_process_group=False))
+    check(workers.run(compare, family, plan, trained, has_images, world_size=world_size, init_process_group=False))

@@ -14,6 +14,7 @@ from lightning_realloc.tuning.estimate.measured import UNMEASURED_FACTOR, Measur
 from lightning_realloc.tuning.estimate.profile import Curve, PassKey, PassKind, PassTimes, ProfileTable, Surface
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
 from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
+from lightning_realloc.tuning.shapes.images import ImagesPerPrompt
 from tests.tuning.examples import PPO_FLOW, SMALL, role_of, roles_of, with_adapters
 
 CLUSTER = ClusterSpec.parse("cpu:1x4")
@@ -92,6 +93,32 @@ def test_generation_reads_prompts_and_then_decodes_step_by_step() -> None:
     # Prompts without their last tokens and without logits; 8 steps of 8 sequences at 4 x 0.1 + 0.2.
     by_hand = 8 * 7 * 4 * 0.01 + 8 * 8 * 0.6 + CALL_S
     assert seconds(answers, "actor.generate", "dp1@0") == pytest.approx(by_hand)
+
+
+def test_towers_are_estimated_and_scaled_as_blocks_are() -> None:
+    known = {("infer", ALONE): passes(0.01, 0.02), ("decode", ALONE): passes(0.1, 0.2)}
+    known |= {("train", ALONE): passes(0.03, 0.0), ("train_last", ALONE): passes(0.03, 0.0)}
+    model = role_of("HuggingFaceTB/SmolVLM2-500M-Video-Instruct")
+    images = ImagesPerPrompt(num_parts=1, part_patches=1024, tokens=4)
+
+    def estimators(*, images: ImagesPerPrompt | None) -> tuple[MeasuredEstimator, RooflineEstimator]:
+        roles, load = dict.fromkeys(PPO_FLOW.roles, model), replace(LOAD, images=images)
+        roofline = RooflineEstimator(PPO_FLOW, CLUSTER, roles, MemorySettings(), load, efficiency=CPU_EFFICIENCY)
+        table = ProfileTable(machine={}, passes={PassKey("one", *key): times for key, times in known.items()})
+        return MeasuredEstimator(roofline, table, dict.fromkeys(PPO_FLOW.roles, "one")), roofline
+
+    (measured, roofline), (plain, _) = estimators(images=images), estimators(images=None)
+    cost = roofline.cost("actor", CallPlan(Layout.parse("dp1@0")))
+    assert cost.tower is not None
+    # Micro-batches of two sequences, 16 tokens each; all prompts of a generation are read at once: 8 of 7 tokens.
+    ratios = {tokens: tokens * 0.01 / cost.kernels.forward(tokens, cost.tokens.context) for tokens in (32, 56)}
+    for call, tokens, forward, backward in (
+        ("reference.infer", 32, 4 * cost.tower.forward(2), 0.0),
+        ("actor.generate", 56, cost.tower.forward(8), 0.0),
+        ("actor.train", 32, 4 * cost.tower.forward(2), 4 * cost.tower.backward(2, recomputes=False)),
+    ):
+        more = seconds(measured, call, "dp1@0") - seconds(plain, call, "dp1@0")
+        assert more == pytest.approx(ratios[tokens] * (forward + backward)), call
 
 
 def test_replies_of_other_models_take_their_share_in_every_layout() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -15,22 +16,27 @@ from transformers import LlavaOnevisionConfig
 from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 
+from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.dataflow.execution_plan import CallPlan, ExecutionPlan
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
+from lightning_realloc.report.known_models import find_known_model
 from lightning_realloc.runtime.model.image_inputs import IMAGE_FAMILIES
+from lightning_realloc.runtime.model.structure import TrainVision, vision_parts
+from lightning_realloc.strategies.pool.memory_check import describe_roles
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
 from lightning_realloc.tuning.memory.forecast import forecast_memory
 from lightning_realloc.tuning.memory.parts import MemoryParts, MemorySettings, Workload
+from lightning_realloc.tuning.shapes.images import ImagesPerPrompt, is_of_tower, vision_params
 from lightning_realloc.tuning.shapes.model_shape import ModelShape
 from lightning_realloc.tuning.shapes.role_elements import elements_of
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
-from lightning_realloc.tuning.shapes.tower import ImagesPerPrompt, Tower, is_of_tower, vision_params
+from lightning_realloc.tuning.shapes.tower import Tower
 from tests.tuning.estimate.test_hardware import IDEAL
 from tests.tuning.examples import role_of
 from tests.tuning.memory.test_forecast import FLOW
-from tests.vision_models import VISION_FAMILIES, tiny_vision_model
+from tests.vision_models import VISION_FAMILIES, tiny_vision_model, vision_config
 
 BLOCKS = ModelShape(
     num_layers=2, hidden=8, intermediate=16, num_heads=1, num_kv_heads=1, head_dim=8, num_outputs=1, gated=False,
@@ -159,9 +165,16 @@ def test_towers_of_all_families_are_read_from_config_and_parameters() -> None:
         assert (blocks.num_layers, blocks.hidden, blocks.num_heads, blocks.intermediate) == (
             2, 32, 4, 64 if family == "qwen2_vl" else 48,
         ), family  # fmt: skip
-        # Matrices of the blocks: 4 of attention, 2 or 3 of the MLP.
+        # Matrices of the blocks: 4 of attention, 2 or 3 of the MLP; further ones embed positions.
         inside = 2 * 32 * (4 * 32 + (3 if blocks.gated else 2) * blocks.intermediate)
-        found = sum(p.numel for p in vision_params(role.model) if len(p.shape) == 2) - inside
+        found = (
+            sum(
+                p.numel
+                for p in vision_params(role.model)
+                if len(p.shape) == 2 and not re.search("embed|\\.head\\.", p.name)
+            )
+            - inside
+        )
         assert role.tower.projector == found > 0, family
     assert described("qwen2_5_vl").tower.blocks.gated and described("qwen2_5_vl").tower.blocks.rms_norm  # type: ignore[union-attr]
     assert not described("gemma3").tower.blocks.gated and not described("gemma3").tower.blocks.rms_norm  # type: ignore[union-attr]
@@ -169,9 +182,6 @@ def test_towers_of_all_families_are_read_from_config_and_parameters() -> None:
 
 def described(family: str, *, frozen: str = "") -> RoleMemory:
     """Return a tiny model as a role; with ``frozen``, without gradients of parts for images."""
-    from lightning_realloc.algorithms.base.role import Role
-    from lightning_realloc.strategies.pool.memory_check import describe_roles
-
     role = describe_roles([Role(name="any", source=tiny_vision_model(family), trained=True)], {})["any"]
     vision = vision_params(role.model)
     names = {p.name for p in vision if frozen == "all" or (frozen == "tower" and is_of_tower(p))}
@@ -179,9 +189,9 @@ def described(family: str, *, frozen: str = "") -> RoleMemory:
 
 
 def test_a_tower_is_trained_unless_all_of_it_before_the_projector_is_frozen() -> None:
-    assert described("qwen2_5_vl").trains_tower
-    assert not described("qwen2_5_vl", frozen="tower").trains_tower
-    assert not described("qwen2_5_vl", frozen="all").trains_tower
+    assert described("qwen2_5_vl").trained_vision == "tower"
+    assert described("qwen2_5_vl", frozen="tower").trained_vision == "projector"
+    assert described("qwen2_5_vl", frozen="all").trained_vision is None
     assert described("qwen2_5_vl", frozen="all").trained_share == 1.0  # of the language model
 
 
@@ -207,6 +217,8 @@ def test_a_trained_tower_keeps_activations_and_a_frozen_one_keeps_none() -> None
     # Two sequences of a micro-batch have 512 patches, each in fp32: pixels of 3 x 4 x 4, and two blocks.
     pixels, patches = 512 * 3 * 16 * 4, 512
     saved = patches * 2 * trained.tower.blocks.saved_bytes(1, 4)
+    # The projector keeps its input twice, and one of 32 features for each of 128 tokens.
+    saved += 4 * (2 * patches * 32 + 128 * 32)
     for call in ("reference.infer", "actor.generate"):
         with_images = activations(frozen, call, "dp1")[0].activations
         # All prompts of a generation are read in one step: two; the tower's own pass is the largest moment.
@@ -277,6 +289,53 @@ def test_images_take_the_flops_of_their_patches_once_a_prompt_in_generation() ->
     for layout, share in (("tp4", 1), ("dp4", 4)):
         more = seconds("reference.infer", layout, with_images, role) - seconds("reference.infer", layout, load, role)
         assert more == pytest.approx(16 * one / share, rel=0.02)
+
+
+def test_the_mean_of_images_has_their_patches_and_pairs_of_patches() -> None:
+    # Parts of 100 and 300 patches in one prompt of two: 400 patches, and 100 x 100 and 300 x 300 pairs of them.
+    mean = ImagesPerPrompt.mean([ImagesPerPrompt.from_parts((100, 300), tokens=50)], 2)
+    assert mean.num_patches == pytest.approx(200) and mean.tokens == pytest.approx(25)
+    assert mean.num_parts * mean.part_patches**2 == pytest.approx((100**2 + 300**2) / 2)
+
+
+@pytest.mark.parametrize("family", sorted(VISION_FAMILIES))
+def test_trained_parts_of_images_have_gradients_and_optimizer_state(family: str) -> None:
+    """In bytes of a training call on one rank, of three settings of ``train_vision``."""
+    config, found = vision_config(family), dict[str, MemoryParts]()
+    model = tiny_vision_model(family)
+    parts = vision_parts(model)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    for trained in get_args(TrainVision):
+        role = Role(name="any", source=config, trained=True, train_vision=trained)
+        found[trained] = activations(describe_roles([role], {})["any"], "actor.train", "dp1")[0]
+    text = sum(size for name, size in sizes.items() if name not in parts)
+    projector = sum(size for name, size in sizes.items() if parts.get(name) == "projector")
+    tower = sum(size for name, size in sizes.items() if parts.get(name) == "tower")
+    assert projector > 0 and tower > 0
+    expected = {"none": text, "projector": text + projector, "all": text + projector + tower}
+    assert {name: bytes_.optimizer for name, bytes_ in found.items()} == {n: 8 * size for n, size in expected.items()}
+    # fp32 gradients; at the peak of activations, those of the last blocks may be missing.
+    assert found["none"].gradients <= found["projector"].gradients <= found["all"].gradients
+    assert found["none"].activations < found["projector"].activations < found["all"].activations
+
+
+@pytest.mark.parametrize("trains", ["none", "all"])
+def test_pipeline_stages_count_the_passes_of_the_tower(trains: TrainVision) -> None:
+    """The first stage has as many blocks as make an optimizer step shortest, with and without images."""
+    config = find_known_model(QWEN_VL)
+    role = describe_roles([Role(name="actor", source=config, trained=True, train_vision=trains)], {})["actor"]
+    images = ImagesPerPrompt(num_parts=1, part_patches=3996, tokens=999)
+    load = Workload(num_sequences=64, prompt_tokens=1100, response_tokens=400, micro_batch_tokens=1500)
+    for shown in (None, images):
+        chosen = role.with_images(shown, load.longest, is_trained=True)
+        took = {}
+        for cost in {0, chosen.model.costs[0], *(count * role.model.costs[1] for count in range(2, 40, 2))}:
+            moved = replace(role, model=replace(role.model, costs=(cost, *role.model.costs[1:])))
+            first = len(moved.model.stage_blocks(4)[0])
+            took[first] = seconds("actor.train", "pp4", replace(load, images=shown), moved)
+        first = len(chosen.model.stage_blocks(4)[0])
+        assert took[first] <= 1.02 * min(took.values()), (first, took)
+        assert first == 8 if shown is None else first < 8, first
 
 
 def test_images_of_no_pixels_and_no_patches_are_refused() -> None:
