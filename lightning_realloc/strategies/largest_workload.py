@@ -111,15 +111,16 @@ def _images_of(row: Samples, tower: Tower) -> ImagesPerPrompt | None:
     """Return the images of one row, from the inputs that the model gets; None without images."""
     (images,) = prompt_images(row)
     if isinstance(images, SampleImages):
-        shapes, known, tokens = images.placeholders.shapes, images.placeholders.inputs, images.placeholders.num_tokens
+        shapes, known = images.placeholders.shapes, images.placeholders.inputs
     else:
         known = {name: column.values for name, column in extra_inputs(row).items() if len(column.values)}
-        shapes, tokens = {name: tuple(values.shape) for name, values in known.items()}, 0
+        shapes = {name: tuple(values.shape) for name, values in known.items()}
     if not any(name.startswith("pixel_values") for name in shapes):
         return None
     about = {name: values.tolist() for name, values in known.items() if not name.startswith("pixel_")}
     parts = tower.parts_of(shapes, about)
-    return ImagesPerPrompt.from_parts(parts, tokens or sum(parts) // tower.merge**2)
+    # Of the prompt's length they are counted already; here, as rows of the projector.
+    return ImagesPerPrompt.from_parts(parts, (sum(parts) - len(parts) * tower.num_extra) // tower.merge**2)
 
 
 def _longest(table: Samples, column: str) -> int | None:

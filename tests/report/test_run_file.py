@@ -19,6 +19,7 @@ from lightning_realloc.errors import ConfigError, PlanError, ReallocError
 from lightning_realloc.report.model_source import read_roles
 from lightning_realloc.report.plan_request import parse_request
 from lightning_realloc.report.run_file import RunFile, planned_run, read_content
+from lightning_realloc.tuning.shapes.lengths import Lengths
 from tests.examples.test_ppo import ROOT, write_demo_files
 from tests.vision_models import tiny_vision_model
 from tests.vision_processors import tiny_processor
@@ -248,6 +249,10 @@ class _Facts(Callback):
         builder = trainer.strategy._placed.builder()
         roles = {name: (role.model, role.shares) for name, role in builder.describe_roles().items()}
         self.found = builder.largest_workload(), builder.dataflow, roles, trainer.strategy.plan
+        evaluator = trainer.strategy.plan_evaluator([Lengths((9, 9), (3, 3))])
+        assert evaluator.task.workload.images == self.found[0].images  # memory
+        usual = evaluator.estimator.tokens.workload.images
+        assert (usual is None) == (self.found[0].images is None)  # seconds
 
 
 def _fit(folder: str) -> Any:
