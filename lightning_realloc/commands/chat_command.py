@@ -55,6 +55,7 @@ def run_chat(arguments: Sequence[str], write: Callable[[str], object], stdin: Te
     stdin = stdin or sys.stdin
     if flags.prompt is None and stdin.isatty():
         session = _session(flags, write)
+        session.check_images(flags.image)
         write(f"{_greeting(session, flags)}\n")
         _talk(session, stdin, write, flags.image)
         return 0
@@ -109,16 +110,27 @@ def _talk(session: ChatSession, stdin: TextIO, write: Callable[[str], object], i
             return
         if line == "/reset":
             session.reset()
+            shown = []
             write("(the conversation is empty)\n")
         elif line.startswith("/image "):
-            shown.append(line.removeprefix("/image ").strip())
-            write(f"(the next question shows {', '.join(shown)})\n")
+            with _reporting(write):
+                name = line.removeprefix("/image ").strip()
+                session.check_images([name])
+                shown.append(name)
+            _announce(shown, write)
         elif line.startswith("/"):
             write(f"({line.split()[0]} is no command; {_COMMANDS})\n")
         elif line:
             with _reporting(write):
                 session.ask(line, shown)
-            shown = []
+                shown = []
+            _announce(shown, write)  # of a question without an answer
+
+
+def _announce(images: Sequence[str], write: Callable[[str], object]) -> None:
+    """Write which images wait for the next question, if any do."""
+    if images:
+        write(f"(the next question shows {', '.join(images)})\n")
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from lightning_realloc.batch.samples import IMAGES, images_input
 from lightning_realloc.commands.chat_tools import ChatTools, ToolSettings
 from lightning_realloc.commands.parsing import has_bf16, refuse_gguf
 from lightning_realloc.data.chat import Message, Text, conversation_text, prompt_token_ids
+from lightning_realloc.data.images.image_files import ImageFile
 from lightning_realloc.data.images.row_images import has_images, with_images
 from lightning_realloc.data.images.sample_images import ImageProcessor
 from lightning_realloc.data.tokenizers import load_tokenizer
@@ -118,6 +119,17 @@ class ChatSession:
         """Forget all messages but the system message."""
         self.messages: list[Message] = list(self._system)
 
+    def check_images(self, images: Sequence[str]) -> None:
+        """Raise the error of a question about these files, if they cannot be shown; see :meth:`ask`."""
+        if not images:
+            return
+        if self._images is None:
+            self._images = ImageProcessor.load(self._tokenizer.name_or_path, {})
+        if self._images is None or self._tools is not None:
+            raise ConfigError("images need the folder of a model that reads them, and a conversation without tools")
+        for name in images:
+            ImageFile.read(name, "the conversation").open()
+
     def ask(self, question: str, images: Sequence[str] = ()) -> str:
         """Return the answer to a question, and stream it; both become part of the conversation, with calls of tools.
 
@@ -129,10 +141,7 @@ class ChatSession:
             DataError: for a conversation that the chat template cannot render, and for images that cannot be used.
             GenerationError: for a conversation that does not fit the model's context.
         """
-        if images and self._images is None:
-            self._images = ImageProcessor.load(self._tokenizer.name_or_path, {})
-        if images and (self._images is None or self._tools is not None):
-            raise ConfigError("images need the folder of a model that reads them, and a conversation without tools")
+        self.check_images(images)
         shown = [{"type": "image", "image": name} for name in images]
         content = [*shown, {"type": "text", "text": question}] if shown else question
         messages: list[Message] = [*self.messages, {"role": "user", "content": content}]

@@ -10,9 +10,11 @@ import pytest
 
 from lightning_realloc.commands.chat_command import run_chat
 from lightning_realloc.commands.chat_session import ChatSession, TokenStream, load_model, model_folder
-from lightning_realloc.errors import CheckpointError, ConfigError, GenerationError, ReallocError
+from lightning_realloc.errors import CheckpointError, ConfigError, DataError, GenerationError, ReallocError
 from lightning_realloc.generation import SamplingParams
 from tests.models import byte_tokenizer, tiny_model
+from tests.vision_models import tiny_vision_model
+from tests.vision_processors import tiny_processor
 
 TEMPLATE = "{% for message in messages %}{{ message['role'][0] + ':' + message['content'] + '\n' }}{% endfor %}"
 
@@ -101,6 +103,31 @@ def test_a_terminal_talks_until_the_user_quits(folder: Path) -> None:
     assert said.startswith(f"{folder} on cpu; /reset forgets the conversation, /image FILE shows one, /quit")
     assert "(the conversation is empty)" in said and "(/help is no command; " in said
     assert "leaves no room for a response" in said and said.endswith("/reset forgets the conversation)\n")
+
+
+def test_images_wait_for_an_answer_and_bad_ones_are_refused_at_once(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    pytest.importorskip("PIL")
+    from PIL import Image
+
+    folder = tmp_path_factory.mktemp("vision")
+    tiny_vision_model("llava", max_position_embeddings=128).save_pretrained(folder)
+    tiny_processor("llava").save_pretrained(folder)
+    ball, text = folder / "ball.png", folder / "text.png"
+    Image.new("RGB", (16, 16), "red").save(ball)
+    text.write_text("no image")
+    waits = f"(the next question shows {ball})\n"
+    typed = f"/image {text}\n/image {ball}\n{'x' * 500}\nHi\nAnd?\n/image {ball}\n/reset\nHi\n"
+    said = _chat(folder, typed=typed, terminal=True)
+    assert f"{text} is not an image that Pillow reads" in said and said.count(waits) == 3
+    assert said.index("leaves no room") < said.rindex(waits, 0, said.index("(the conversation is empty)"))
+    session = ChatSession.load(str(folder), SamplingParams(max_new_tokens=4), lambda text: None, device="cpu")
+    session.ask("Hi", [str(ball)])
+    session.ask("And?")
+    assert [isinstance(message["content"], list) for message in session.messages] == [True, False, False, False]
+    with pytest.raises(DataError, match=r"there is no image 'none\.png'"):
+        _chat(folder, "--image", "none.png", typed="Hi\n", terminal=True)
 
 
 def test_a_model_without_template_continues_each_text(folder: Path) -> None:
