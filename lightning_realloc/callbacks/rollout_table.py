@@ -26,7 +26,7 @@ _TABLE_NAME = "rollouts"
 """Name of the table in loggers and of its files."""
 
 
-_OF_CONVERSATIONS = ("step", "reward", "score", "finish_reason")
+_OF_CONVERSATIONS = ("step", "reward", "score", "finish_reason", IMAGES)
 """Columns of the table that files of conversations have, too."""
 
 

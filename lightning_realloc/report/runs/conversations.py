@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 from lightning_realloc.environments.transcript import call_text
 from lightning_realloc.recording.followed_file import BROKEN_LINE, MAX_LINE_BYTES
+from lightning_realloc.report.runs.thumbnails import IMAGES_COLUMN, checked_names
 
 CONVERSATIONS_FILE = "rollouts.jsonl"
 MAX_CONVERSATIONS = 100
@@ -71,7 +72,8 @@ def shown_conversation(content: Mapping[str, Any], number: int) -> dict[str, Any
     Raises:
         KeyError, TypeError, ValueError, AttributeError: for content of another form.
     """
-    messages = [*map(_shown, content["prompt"]), *_answered(content)]
+    pictures = iter(checked_names(content.get(IMAGES_COLUMN)))
+    messages = [*(_shown(message, pictures) for message in content["prompt"]), *_answered(content, pictures)]
     failure = content["failure"]
     return {
         "id": str(number),
@@ -85,11 +87,11 @@ def shown_conversation(content: Mapping[str, Any], number: int) -> dict[str, Any
     }
 
 
-def _answered(content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _answered(content: Mapping[str, Any], pictures: Iterator[str]) -> Iterator[dict[str, Any]]:
     """Yield the messages after the prompt; turns of the model with the environment's reward and seconds."""
     rewards, seconds = iter(content["rewards"]), iter(content["seconds"])
     for message in content["messages"]:
-        shown = _shown(message)
+        shown = _shown(message, pictures)
         if message["role"] == "assistant":
             reward, spent = next(rewards, None), next(seconds, None)
             shown["reward"] = None if reward is None else float(reward)
@@ -97,18 +99,22 @@ def _answered(content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield shown
 
 
-def _shown(message: Mapping[str, Any]) -> dict[str, Any]:
-    calls = message.get("tool_calls") or ()
+def _shown(message: Mapping[str, Any], pictures: Iterator[str]) -> dict[str, Any]:
+    """Return a message for the page, with the next of the sample's thumbnails for each of its images."""
+    calls, content = message.get("tool_calls") or (), message.get("content")
+    parts = content if isinstance(content, list) else ()
+    shown = [next(pictures, None) for part in parts if part.get("type") == "image"]
     return {
         "role": str(message["role"]),
         "name": None if message.get("name") is None else _cut(str(message["name"])),
         "thought": _cut(str(message.get("reasoning_content") or "").strip()),
-        "text": _cut(_text(message.get("content"))),
+        "text": _cut(message_text(content)),
+        "pictures": [name for name in shown if name is not None],
         "calls": [_cut(call_text(call["function"])) for call in calls],
     }
 
 
-def _text(content: object) -> str:
+def message_text(content: object) -> str:
     """Return a message's content; parts that are no text, such as images, as their type."""
     if content is None or isinstance(content, str):
         return content or ""

@@ -29,6 +29,11 @@ def thumbnail_names(cell: str) -> tuple[str, ...]:
     names: object = None
     with suppress(ValueError, RecursionError):  # any text, or JSON that was cut
         names = json.loads(cell)
+    return checked_names(names)
+
+
+def checked_names(names: object) -> tuple[str, ...]:
+    """Return a list of names of thumbnails; nothing for any other value."""
     if not isinstance(names, list) or not all(isinstance(name, str) and _NAME.fullmatch(name) for name in names):
         return ()
     return tuple(names)

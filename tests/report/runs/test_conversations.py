@@ -27,6 +27,20 @@ def test_turns_have_their_thoughts_calls_answers_seconds_and_rewards() -> None:
     assert (last["text"], last["reward"], last["seconds"]) == ("It is 3.", None, 0.25)
 
 
+def test_messages_show_the_thumbnails_of_their_images_in_order() -> None:
+    first, second, third = (f"{number:016x}-0.jpg" for number in range(3))
+    shows = {"type": "image", "image": "<ball.png, 24 x 20>"}
+    content = talk(3) | {"images": [first, second, third]}
+    content["prompt"] = [{"role": "user", "content": [shows, {"type": "text", "text": "and"}, shows]}]
+    content["messages"] = [*content["messages"], {"role": "tool", "name": "draw", "content": [shows, shows]}]
+    shown = shown_conversation(content, 0)["messages"]
+    assert (shown[0]["text"], shown[0]["pictures"]) == ("[image]\nand\n[image]", [first, second])
+    assert [message["pictures"] for message in shown[1:]] == [[], [], [], [third]], "there are no more files"
+    for other in (None, "ball.png", ["../../secret.jpg"], [3]):  # written by something else
+        shown = shown_conversation(content | {"images": other}, 0)["messages"]
+        assert not any(message["pictures"] for message in shown)
+
+
 def test_a_turn_that_was_cut_off_has_no_seconds_and_long_texts_are_cut() -> None:
     content = talk(0, failure="the tool hangs")
     content["messages"] = [*content["messages"], {"role": "assistant", "content": "x" * 10_000}]

@@ -3,9 +3,10 @@
 
 const LONG_MESSAGE = 400; // characters from which an answer is folded
 
-function showConversation(parent, talk) {
+function showConversation(parent, talk, addresses) {
   const element = keyed(parent, `conversation-${talk.id}`, () => make("details", { class: "conversation" }));
-  const content = JSON.stringify(talk);
+  const known = talk.messages.flatMap((message) => message.pictures).filter((name) => name in addresses);
+  const content = JSON.stringify([talk, known]);
   if (element.content === content) return element; // stays open, and so do its parts
   element.content = content;
   const facts = talk.facts.map(([name, value]) => ` · ${name.replace("_", " ")} ${value}`).join("");
@@ -13,7 +14,7 @@ function showConversation(parent, talk) {
   const title = `Iteration ${talk.step}: ${turns}, ${short(talk.seconds)} s of its environment${facts}`;
   const failure = talk.failure === null ? null : make("p", { class: "failure" }, `Failed: ${talk.failure}`);
   const rest = talk.num_left_out ? make("p", { class: "quiet" }, `${talk.num_left_out} further messages are left out.`) : null;
-  const list = make("ol", {}, ...talk.messages.map(makeMessage));
+  const list = make("ol", {}, ...talk.messages.map((message) => makeMessage(message, addresses)));
   element.replaceChildren(make("summary", {}, talk.failure === null ? title : `${title} · failed`), list, ...[rest, failure].filter(Boolean));
   return element;
 }
@@ -22,7 +23,7 @@ function short(number) {
   return Number(number.toPrecision(3)); // without an exponent or zeros at the end
 }
 
-function makeMessage(message) {
+function makeMessage(message, addresses) {
   const outcome = [];
   if (message.reward !== undefined && message.reward !== null) outcome.push(`reward ${short(message.reward)}`);
   if (message.seconds !== undefined && message.seconds !== null) outcome.push(`${short(message.seconds)} s`);
@@ -30,7 +31,7 @@ function makeMessage(message) {
   const head = make("div", {}, make("strong", {}, name), make("span", { class: "quiet" }, outcome.length ? ` ${outcome.join(", ")}` : ""));
   const thought = message.thought ? make("details", {}, make("summary", {}, "Thoughts"), make("pre", {}, message.thought)) : null;
   const calls = message.calls.map((call) => make("pre", { class: "call" }, call));
-  return make("li", { class: message.role }, head, thought, makeText(message.text), ...calls);
+  return make("li", { class: message.role }, head, thought, ...makePictures(message.pictures, addresses), makeText(message.text), ...calls);
 }
 
 function makeText(text) {

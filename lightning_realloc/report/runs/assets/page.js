@@ -81,7 +81,8 @@ function showSection(section) {
   showEach(grid, section.charts, showChart, forgetChart);
   showEach(keyed(element, `${id}-tables`, () => make("div")), section.tables, showTable, forgetTable);
   const talks = keyed(element, `${id}-conversations`, () => make("div"));
-  showEach(talks, section.conversations, showConversation, () => {});
+  const pictures = Object.assign({}, ...section.tables.map((table) => table.pictures));
+  showEach(talks, section.conversations, (parent, talk) => showConversation(parent, talk, pictures), () => {});
 }
 
 function makeFinding(finding) {

@@ -84,16 +84,19 @@ function makeHeader(state, column, at) {
 function makeCell(cell, table, at) {
   const column = table.columns[at];
   const text = textOf(cell);
-  if (cell?.pictures) return make("td", { class: column.kind }, ...cell.pictures.map((name) => makePicture(table.pictures[name], name)));
+  if (cell?.pictures) return make("td", { class: column.kind }, ...makePictures(cell.pictures, table.pictures));
   const kind = text.length > SHORT_CELL ? `${column.kind} long` : column.kind;
   if (text.length <= LONG_CELL) return make("td", { class: kind }, text);
   const summary = make("summary", {}, `${text.slice(0, LONG_CELL)}…`);
   return make("td", { class: kind }, make("details", {}, summary, text.slice(LONG_CELL)));
 }
 
-/* Addresses hold the picture itself; one that the report left out is its name. */
-function makePicture(address, name) {
-  return address === undefined ? make("span", { class: "quiet" }, name) : make("img", { src: address, alt: name });
+/* Addresses hold the pictures themselves; one that the report left out is its name. */
+function makePictures(names, addresses) {
+  return names.map((name, at) => {
+    if (addresses[name] === undefined) return make("span", { class: "quiet" }, name);
+    return make("img", { src: addresses[name], alt: `image ${at + 1} of ${names.length}`, title: name });
+  });
 }
 
 function textOf(cell) {

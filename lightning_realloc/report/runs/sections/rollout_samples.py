@@ -23,6 +23,7 @@ from lightning_realloc.report.runs.charts import (
     section,
     table,
 )
+from lightning_realloc.report.runs.conversations import message_text
 from lightning_realloc.report.runs.run_folder import MAX_CELL_CHARACTERS, RunFolder, as_number
 from lightning_realloc.report.runs.series import Series
 from lightning_realloc.report.runs.thumbnails import IMAGES_COLUMN, thumbnail_names
@@ -107,8 +108,12 @@ def _conversation(text: str) -> str:
     """Return messages that a cell holds as JSON as lines that begin with their role; any other text as it is."""
     try:
         messages = json.loads(text) if text.startswith("[{") else None
-        return text if messages is None else "\n".join(f"{one['role']}: {one['content']}" for one in messages)
-    except (ValueError, TypeError, KeyError, RecursionError):  # other JSON, or JSON that was cut
+        return (
+            text
+            if messages is None
+            else "\n".join(f"{one['role']}: {message_text(one['content'])}" for one in messages)
+        )
+    except (AttributeError, ValueError, TypeError, KeyError, RecursionError):  # other JSON, or JSON that was cut
         return text
 
 
