@@ -76,7 +76,10 @@ class ImageFile(StoredObject):
             width, height = height, width
         if not _is_image(source):
             _check_end(source, image.format, place)
-        return cls(source, place, width, height, _key(source) if key is None else key)
+        try:
+            return cls(source, place, width, height, _key(source) if key is None else key)
+        except Exception as error:  # Pillow's images may be closed, or decode their file here
+            raise _damaged(source, place, error) from error
 
     @property
     def size(self) -> tuple[int, int]:
@@ -206,7 +209,9 @@ def _opened(source: Path | bytes | Callable[[], bytes], place: str) -> Image:
             f"bad_rows='drop'"
         ) from error
     except Image.DecompressionBombError as error:
-        raise DataError(f"{place}: {_name(source)} is too large: {error}; shrink it") from error
+        raise DataError(
+            f"{place}: {_name(source)} has more than the {MAX_PIXELS:,} pixels that are read; shrink it"
+        ) from error
     except Exception as error:  # damaged files raise errors of any class
         raise _damaged(source, place, error) from error
     return image

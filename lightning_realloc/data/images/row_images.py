@@ -168,7 +168,13 @@ def _listed(value: object) -> list[Any]:
     """Return the images of a column: of one, of several, or of none."""
     if isinstance(value, Mapping):  # tables hold a mapping of nulls where other rows have a file
         return [value] if any(held is not None for held in value.values()) else []
-    return list(value) if isinstance(value, list | tuple) else [] if value is None or value == "" else [value]
+    return (
+        list(value)
+        if isinstance(value, list | tuple)
+        else []
+        if value is None or (isinstance(value, str) and not value)
+        else [value]
+    )
 
 
 def _opened_by(count: int, messages: list[Message], place: str) -> list[Message]:

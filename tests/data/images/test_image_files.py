@@ -69,7 +69,7 @@ def test_a_decompression_bomb_is_refused_by_its_header(monkeypatch: pytest.Monke
     bomb = encoded(Image.new("1", (20_000, 20_000)))
     assert len(bomb) < 100_000
 
-    with pytest.raises(DataError, match="row 3: its image is too large"):
+    with pytest.raises(DataError, match="row 3: its image has more than the 89,478,485 pixels that are read"):
         ImageFile.read(bomb, "row 3")
     monkeypatch.setattr(image_files, "MAX_PIXELS", 1000)
     with pytest.raises(DataError, match="row 3: its image has 40 x 30 pixels, and at most 1,000 are read"):
@@ -152,3 +152,14 @@ def test_prompts_too_long_with_their_images_are_left_out() -> None:
     assert len(prompts(rows, max_prompt_tokens=60, long_prompts="drop").tables["train"]) == 1
     with pytest.raises(DataError, match="row 1 of the data set has 63 tokens, and max_prompt_tokens allows 60"):
         prompts(rows, max_prompt_tokens=60)
+
+
+def test_images_of_pillow_that_are_closed_or_cut_off_are_refused_with_their_row(tmp_path: Path) -> None:
+    path = tmp_path / "noise.jpg"
+    Image.effect_noise((200, 200), 50).save(path)
+    path.write_bytes(path.read_bytes()[:2000])
+    closed = Image.new("RGB", (2, 2))
+    closed.close()
+    for image in (closed, Image.open(path)):
+        with pytest.raises(DataError, match="row 3: its image is damaged"):
+            ImageFile.read(image, "row 3")
