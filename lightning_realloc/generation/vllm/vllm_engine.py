@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_realloc.batch.prompt_images import PromptImages
@@ -36,7 +37,7 @@ from lightning_realloc.setting_hints import suggest_settings
 
 _TEMPERATURES = (0.01, 2.0)
 """Least and greatest temperature with which vLLM draws. It refuses greater ones, and raises smaller ones silently."""
-_NEVER = -1e9
+_NEVER = torch.finfo(torch.float32).min
 """Added to logits of tokens that may not be drawn; finite, since JSON has no infinities."""
 
 
