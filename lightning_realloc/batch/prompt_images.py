@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from lightning_realloc.batch.stored_objects import StoredObject
 
@@ -33,6 +33,10 @@ class PromptImages(StoredObject):
     @abstractmethod
     def inputs(self) -> Mapping[str, Tensor]:
         """Further inputs by the keyword that the model's ``forward`` expects, each (rows, ...); read when asked for."""
+
+    @abstractmethod
+    def read_ahead(self, order: Sequence[Self]) -> None:
+        """Read the ``inputs`` of samples in the background, in this order, shortly before they are asked for."""
 
     @abstractmethod
     def paths(self, folder: Path) -> list[Path]:

@@ -266,6 +266,8 @@ class Engine(ABC):
         """Check the further inputs of prompts, and give those with images their positions."""
         if extras := sorted({name for sample in samples for name in sample.input.extras}):
             self._check_extra_inputs(extras)
+            if shown := [sample.input.images for sample in samples if sample.input.images is not None]:
+                shown[0].read_ahead(shown)
             placed = {id(sample.input): placed_input(self._model, sample.input) for sample in samples}
             for sample in samples:
                 sample.input = placed[id(sample.input)]

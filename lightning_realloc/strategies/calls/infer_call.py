@@ -95,6 +95,7 @@ class InferCalls:
 
         def attempt(micro_batches: Sequence[MicroBatch]) -> list[Samples]:
             parts = [rows.select(micro.positions) for micro in micro_batches]
+            rows.read_images_ahead([micro.positions for micro in micro_batches])
             with torch.no_grad(), self._context.reading(call, replica):
                 values = self._forward(call, replica, parts)
             return [] if values is None else [

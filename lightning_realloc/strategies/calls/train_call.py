@@ -196,6 +196,7 @@ class TrainCalls:
 
         def attempt(parts: Sequence[MicroBatch]) -> MetricSums:
             job.optimizer.zero_grad(set_to_none=True)
+            job.rows.read_images_ahead([micro.positions for micro in parts])
             measured = MetricSums()
             self._accumulate_gradients(job, parts, totals, measured)
             return measured

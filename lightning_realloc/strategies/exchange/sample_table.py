@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_realloc.batch.samples import Column, Ragged, Samples
+from lightning_realloc.batch.samples import Column, Ragged, Samples, prompt_images
 from lightning_realloc.batch.training import Totals
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import DataError, PlanError
@@ -111,6 +111,13 @@ class PositionedRows:
     def select(self, positions: Sequence[int]) -> Samples:
         """Return the samples at these positions, in this order."""
         return self._rows.select([self._row_of[position] for position in positions])
+
+    def read_images_ahead(self, parts: Sequence[Sequence[int]]) -> None:
+        """Read the images of the samples at these positions in the background, in this order."""
+        images = prompt_images(self._rows)
+        order = [shown for part in parts for place in part if (shown := images[self._row_of[place]]) is not None]
+        if order:
+            order[0].read_ahead(order)
 
 
 @dataclass(frozen=True, slots=True)
