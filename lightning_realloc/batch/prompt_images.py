@@ -42,6 +42,11 @@ class PromptImages(StoredObject):
     def paths(self, folder: Path) -> list[Path]:
         """Return a file of each image with its encoded bytes; for images in no file of their own, one in ``folder``."""
 
+    @property
+    @abstractmethod
+    def backend(self) -> str:
+        """Library by which transformers makes pixels: "pil" or "torchvision"."""
+
     @abstractmethod
     def save_processor(self, folder: Path) -> None:
         """Write the files of the processor that makes ``inputs``, and of its tokenizer."""

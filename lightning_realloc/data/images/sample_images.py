@@ -78,6 +78,8 @@ class ImageProcessor:
         self._reader = copy.deepcopy(self._processor)
         self.token_id: int = self._processor.image_token_id
         """A token that every image has some of."""
+        self.backend: str = getattr(self._processor.image_processor, "backend", "pil")
+        """Library by which transformers makes pixels: "pil" or "torchvision"."""
         self.chat_template = getattr(processor, "chat_template", None)
         self._is_nested = type(processor).__name__.startswith(_NESTED)
         self._cache: OrderedDict[int, Mapping[str, Tensor]] = OrderedDict()
@@ -315,6 +317,11 @@ class SampleImages(Sequence["Image"], PromptImages):
     def paths(self, folder: Path) -> list[Path]:
         """Return a file of each image with its encoded bytes; for images in no file of their own, one in ``folder``."""
         return [file.path(folder) for file in self.files]
+
+    @property
+    def backend(self) -> str:
+        """Library by which transformers makes pixels: "pil" or "torchvision"."""
+        return self.processor.backend
 
     def save_processor(self, folder: Path) -> None:
         """Write the files of the model's processor, and of its tokenizer."""

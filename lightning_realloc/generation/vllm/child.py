@@ -116,13 +116,15 @@ class ServedEngine:
     Args:
         connection: To the rank, for responses that finish while a call runs.
         llm: Arguments of `vllm.LLM`.
-        placeholders: Tokens that stand for parts of images; None: all prompts are text.
+        images: Arguments of `ImagePrompts` besides vLLM; None: all prompts are text.
     """
 
     longest_silence_s = 1.0
     """Seconds of work after which a sign of life is sent."""
 
-    def __init__(self, connection: socket.socket, llm: Mapping[str, Any], placeholders: Collection[int] | None) -> None:
+    def __init__(
+        self, connection: socket.socket, llm: Mapping[str, Any], images: Mapping[str, Any] | None = None
+    ) -> None:
         import vllm
 
         if llm["weight_transfer_config"]["backend"] == "shared_memory":
@@ -132,7 +134,7 @@ class ServedEngine:
         self._llm.collective_rpc(_report_tempered_logprobs)
         self._llm.init_weight_transfer_engine({"init_info": {}})
         self._most_running = int(llm["max_num_seqs"])
-        self._images = None if placeholders is None else ImagePrompts(self._llm, frozenset(placeholders))
+        self._images = None if images is None else ImagePrompts(self._llm, **images)
 
     def description(self) -> dict[str, Any]:
         """Return properties that the rank checks."""
@@ -204,10 +206,14 @@ class ImagePrompts:
     """Prompts in which a token stands for each part of an image already, as training reads them.
 
     vLLM itself takes prompts with one placeholder for an image, and would expand the first token of each again.
+
+    Args:
+        placeholders: Tokens that stand for parts of images.
+        backend: Library by which transformers makes pixels for training, "pil" or "torchvision". They resize otherwise.
     """
 
-    def __init__(self, llm: Any, placeholders: frozenset[int]) -> None:
-        self._renderer, self._placeholders = llm.renderer, placeholders
+    def __init__(self, llm: Any, placeholders: Collection[int], backend: str) -> None:
+        self._renderer, self._placeholders = llm.renderer, frozenset(placeholders)
         processor: Any = self._renderer.mm_processor
         if processor is None:
             config = llm.model_config.hf_config
@@ -217,6 +223,7 @@ class ImagePrompts:
                 f"tokens of an image see each other in {llm.model_config.hf_config.architectures[0]}, and vLLM's "
                 f"attention on CPU hides later ones; use engine='native' or engine='hf', or a GPU"
             )
+        _use_backend(processor.info.get_hf_processor(), llm.model_config.model, backend)
         processor._apply_prompt_updates = lambda token_ids, updates: (
             token_ids,
             processor._find_mm_placeholders(token_ids, updates),
@@ -241,6 +248,18 @@ class ImagePrompts:
                 f"transformers and one processor, or use engine='native' or engine='hf'"
             )
         return made
+
+
+def _use_backend(processor: Any, folder: str, backend: str) -> None:
+    """Make pixels by a library; vLLM shares the processor between all prompts."""
+    from transformers import AutoImageProcessor
+
+    if getattr(processor.image_processor, "backend", "pil") != backend:
+        processor.image_processor = AutoImageProcessor.from_pretrained(folder, backend=backend)
+    if getattr(processor.image_processor, "backend", "pil") != backend:
+        raise Refused(
+            f"training makes pixels by {backend}, which vLLM's environment lacks; install it there, or in neither"
+        )
 
 
 def places_in(found: Any) -> list[int]:

@@ -101,6 +101,7 @@ class VLLMProcess:
         arguments = self._arguments(model, options, max_slots, max_cache_bytes)
         arguments["skip_tokenizer_init"] = tokenizer is None and images is None
         placeholders = sorted(placeholder_ids(model))
+        read = None if images is None else {"placeholders": placeholders, "backend": images.backend}
         if images is not None:
             arguments.setdefault("limit_mm_per_prompt", {"video": 0})  # no memory is set aside for them
         elif placeholders:
@@ -109,7 +110,7 @@ class VLLMProcess:
         try:
             with reading("vLLM's process"):
                 self.version: str = check_version(self._receive()["vllm"], f"the interpreter {python}")
-                self._send({"llm": arguments, "placeholders": None if images is None else placeholders})
+                self._send({"llm": arguments, "images": read})
                 self.max_length: int = int(self._receive()["max_model_len"])
         except EngineLost as lost:
             self.close()

@@ -49,7 +49,7 @@ if settings is None:
     sys.exit()
 files = sorted(os.listdir(settings["llm"]["model"]))
 note("settings " + child.json.dumps(dict(settings, files=files)))
-if behaviour == "reads no images" and settings["placeholders"] is not None:
+if behaviour == "reads no images" and settings["images"] is not None:
     child.send(connection, dict(refused="vLLM reads no images\\n with Llava; use engine='native'"))
     sys.exit()
 if behaviour == "does not start":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 from collections.abc import Sequence
 from io import BytesIO
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image, ImageOps
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.batch.samples import model_inputs
@@ -24,6 +26,7 @@ from tests.data.images.test_rows import drawn, prompts, user
 from tests.generation.vllm.stand_in import notes, stand_in
 from tests.models import tiny_model
 from tests.vision_models import IMAGE, VIDEO, tiny_vision_model
+from tests.vision_processors import tiny_processor
 
 GREEDY = SamplingParams(max_new_tokens=3, temperature=0)
 SHOWN = {"type": "image"}
@@ -79,10 +82,10 @@ def test_a_vllm_for_text_alone_is_replaced_once_when_images_come(tmp_path: Path)
     for shown in ([], [drawn(0)], [], [drawn(1)]):
         engine.generate(inputs(shown), GREEDY)
     text, images = starts(tmp_path)
-    assert text["llm"]["language_model_only"] and text["llm"]["skip_tokenizer_init"] and text["placeholders"] is None
+    assert text["llm"]["language_model_only"] and text["llm"]["skip_tokenizer_init"] and text["images"] is None
     assert "processor_config.json" not in text["files"]
     assert "language_model_only" not in images["llm"] and not images["llm"]["skip_tokenizer_init"]
-    assert images["placeholders"] == [IMAGE]
+    assert images["images"] == {"placeholders": [IMAGE], "backend": "pil"}
     assert {"config.json", "processor_config.json", "tokenizer.json"} <= set(images["files"])
     assert len(notes(tmp_path, "weights")) == 2
     engine.service.close()
@@ -160,7 +163,8 @@ class Renderer:
     """Finds an image at some tokens, as vLLM does."""
 
     def __init__(self, offset: int, length: int, marks: Sequence[bool] | None = None) -> None:
-        self.mm_processor = SimpleNamespace()
+        self.used = SimpleNamespace(image_processor=SimpleNamespace(backend="pil"))
+        self.mm_processor = SimpleNamespace(info=SimpleNamespace(get_hf_processor=lambda: self.used))
         is_embed = None if marks is None else torch.tensor(marks)
         self._found = SimpleNamespace(offset=offset, length=length, is_embed=is_embed)
 
@@ -170,13 +174,13 @@ class Renderer:
         return [{**given, "mm_placeholders": {"image": [self._found]}}]
 
 
-def image_prompts(renderer: Renderer, **config: Any) -> child.ImagePrompts:
+def image_prompts(renderer: Renderer, backend: str = "pil", **config: Any) -> child.ImagePrompts:
     """Return the child's reader of prompts on such a vLLM."""
     hf_config = SimpleNamespace(architectures=["Gemma3ForConditionalGeneration"])
-    settings = {"hf_config": hf_config, "is_mm_prefix_lm": False, **config}
+    settings = {"model": "", "hf_config": hf_config, "is_mm_prefix_lm": False, **config}
     engine = SimpleNamespace(vllm_config=SimpleNamespace(device_config=SimpleNamespace(device_type="cpu")))
     llm = SimpleNamespace(renderer=renderer, model_config=SimpleNamespace(**settings), llm_engine=engine)
-    return child.ImagePrompts(llm, frozenset({9}))
+    return child.ImagePrompts(llm, [9], backend)
 
 
 def test_the_child_takes_prompts_whose_images_vllm_finds_where_they_are(tmp_path: Path) -> None:
@@ -187,6 +191,21 @@ def test_the_child_takes_prompts_whose_images_vllm_finds_where_they_are(tmp_path
     for renderer in (Renderer(1, 1), Renderer(1, 2, [False, True]), Renderer(2, 2)):
         with pytest.raises(child.Refused, match="the run's processor put them at 2 tokens from 1 to 2; give the run"):
             image_prompts(renderer).prompt([5, 9, 9, 6], [str(path)])
+
+
+def test_the_child_makes_pixels_by_the_library_of_training(tmp_path: Path) -> None:
+    tiny_processor("llava").save_pretrained(tmp_path)
+    renderer = Renderer(1, 2)
+    renderer.used.image_processor.backend = "torchvision"
+    image_prompts(renderer, model=str(tmp_path))
+    assert isinstance(renderer.used.image_processor, CLIPImageProcessorPil)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed")
+def test_the_child_refuses_pixels_of_a_library_that_it_lacks(tmp_path: Path) -> None:
+    tiny_processor("llava").save_pretrained(tmp_path)
+    with pytest.raises(child.Refused, match="training makes pixels by torchvision, which vLLM's environment lacks"):
+        image_prompts(Renderer(1, 2), "torchvision", model=str(tmp_path))
 
 
 def test_the_child_refuses_models_that_its_vllm_cannot_read_images_with() -> None:
