@@ -64,6 +64,8 @@ class RowDataModule(SuggestsSettings, RowTables, L.LightningDataModule):
             ``chat_template_kwargs`` overrides them.
         processor_kwargs: Settings by name with which the model's processor of images is loaded, such as ``max_pixels``
             of Qwen2.5-VL. A processor that is given as ``tokenizer`` keeps its own.
+        check_pixels: Whether to decode each image at the start, which finds damage inside a file. By default, only
+            headers and ends of files are checked. ``bad_rows`` applies to what is found.
     """
 
     names_elsewhere = DATA_HINTS
@@ -91,6 +93,7 @@ class RowDataModule(SuggestsSettings, RowTables, L.LightningDataModule):
         reads_ahead: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         processor_kwargs: Mapping[str, Any] | None = None,
+        check_pixels: bool = False,
     ) -> None:
         super().__init__(
             data,
@@ -99,6 +102,7 @@ class RowDataModule(SuggestsSettings, RowTables, L.LightningDataModule):
             bad_rows=bad_rows,
             chat_template_kwargs=chat_template_kwargs,
             processor_kwargs=processor_kwargs,
+            check_pixels=check_pixels,
         )
         if not isinstance(batch_size, int) or batch_size < 1:
             raise DataError(
@@ -295,7 +299,7 @@ class RowDataModule(SuggestsSettings, RowTables, L.LightningDataModule):
         tokenizer = self.tokenizer
         loader = StreamLoader(
             RowStream.open(self.data),
-            lambda block: self._tabulated(self._shaped(block), tokenizer),
+            lambda block: self._tabulated(self._shaped(block, self.data), tokenizer),
             batch_size=self.batch_size,
             seed=self.seed,
             shuffle=shuffle,

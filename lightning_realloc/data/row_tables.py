@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from lightning_realloc.batch.samples import Column, Samples, all_samples
 from lightning_realloc.data.chat import check_template_settings, template_input
-from lightning_realloc.data.images.row_images import readable_rows
+from lightning_realloc.data.images.row_images import IMAGE_COLUMNS, has_images, readable_rows
 from lightning_realloc.data.images.sample_images import ImageProcessor, ProcessorOfTokenizer
-from lightning_realloc.data.rows import NoUsableRowsError, Row, RowSource, read_rows, use_good_rows
+from lightning_realloc.data.rows import NoUsableRowsError, Row, RowSource, folder_of, read_rows, use_good_rows
 from lightning_realloc.data.sources import is_stream
 from lightning_realloc.data.tokenizers import load_tokenizer, tokenizer_in
 from lightning_realloc.errors import DataError, require_choice
@@ -55,6 +55,7 @@ class RowTables(ABC):
         bad_rows: BadRows,
         chat_template_kwargs: Mapping[str, Any] | None,
         processor_kwargs: Mapping[str, Any] | None,
+        check_pixels: bool,
     ) -> None:
         super().__init__()
         if long_rows not in get_args(LongRows):
@@ -64,6 +65,7 @@ class RowTables(ABC):
         self.data = data
         self.long_rows = long_rows
         self.bad_rows = bad_rows
+        self.check_pixels = check_pixels
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         self._tokenizer = tokenizer
         self._processors = ProcessorOfTokenizer(processor_kwargs or {})
@@ -74,7 +76,7 @@ class RowTables(ABC):
 
     def read(self, source: RowSource) -> tuple[Row, ...]:
         """Return all rows of a source, held-out rows included."""
-        return self._shaped(read_rows(source))
+        return self._shaped(read_rows(source), source)
 
     def shaped(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
         """Convert rows to the form that :meth:`tabulate` expects; a subclass may accept several forms."""
@@ -169,17 +171,21 @@ class RowTables(ABC):
         raise DataError(f"{row.place} has {num_tokens} tokens, and {limit.source} allows {limit.tokens}; {ways_out}")
 
     # ---- inside
-    def _shaped(self, rows: Sequence[Row]) -> tuple[Row, ...]:
+    def _shaped(self, rows: Sequence[Row], source: RowSource) -> tuple[Row, ...]:
         """Return the rows as :meth:`tabulate` expects them, with text or images as the content of messages."""
+        shows = any(has_images(row.values, self.message_columns) for row in rows)
+        processor = self.image_processor if shows or is_stream(self.data) else None  # later rows of a stream may show
+        as_messages = shows or not rows[0].values.keys().isdisjoint(IMAGE_COLUMNS)
 
         def shape(some: tuple[Row, ...]) -> tuple[Row, ...]:
             return self.shaped(
                 readable_rows(
                     some,
                     self.message_columns,
-                    lambda: self.image_processor,
-                    always=is_stream(self.data),
-                    folder=Path(self.data).parent if isinstance(self.data, str | Path) else None,
+                    processor,
+                    as_messages=as_messages,
+                    check_pixels=self.check_pixels,
+                    folder=folder_of(source),
                 )
             )
 

@@ -87,6 +87,13 @@ def _open(source: RowSource, name: str) -> Iterator[Row]:
     return table_rows(table, name)
 
 
+def folder_of(source: RowSource) -> Path | None:
+    """Return the folder of a file of rows, or of several files in one folder; None for other sources."""
+    files = source if _are_files(source) else [source]
+    folders = {expand_home(Path(one)).parent if isinstance(one, str | Path) else None for one in files}
+    return folders.pop() if len(folders) == 1 else None
+
+
 def lasting(source: RowSource | None) -> Any:
     """Return the rows of an iterator, which can be read only once, as a list."""
     return list(source) if isinstance(source, Iterator) else source

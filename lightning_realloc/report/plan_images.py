@@ -16,7 +16,7 @@ from transformers import AutoImageProcessor
 
 from lightning_realloc.data.images.row_images import image_sizes
 from lightning_realloc.data.row_tables import RowTables
-from lightning_realloc.data.rows import RowSource, first_rows
+from lightning_realloc.data.rows import RowSource, first_rows, folder_of
 from lightning_realloc.data.sources import DatasetSource
 from lightning_realloc.data.tokenizers import describe_load_error
 from lightning_realloc.errors import DataError, PlanError
@@ -110,11 +110,10 @@ class PlannedImages:
         if source is None or self._run is None:
             return
         columns = {*RowTables.message_columns, str(self._run.data.get("prompt_column") or "prompt")}
-        folder = Path(expand_home(source)).parent if isinstance(source, str) else None
         found: dict[tuple[Size, ...], None] = {}
         try:
             for row in first_rows(source, SAMPLED_ROWS):
-                found[image_sizes(row.values, columns, row.place, folder=folder)] = None
+                found[image_sizes(row.values, columns, row.place, folder=folder_of(source))] = None
         except DataError as error:
             self.note = f"images of the data are not counted: {error}; or give --images-per-prompt and --image-size."
             return

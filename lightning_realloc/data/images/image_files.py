@@ -6,6 +6,7 @@ import base64
 import binascii
 import importlib.util
 import os
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,6 +30,11 @@ _ROTATED = frozenset({5, 6, 7, 8})
 _ORIENTATION = 0x0112
 _MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV"})
 """Modes of Pillow with eight bits or fewer for a channel, which become RGB."""
+_WIDE_CHANNEL = re.compile(r";16[BLN]")
+"""In a raw mode of Pillow: channels of 16 bits, of which it keeps eight. `BGR;16` has 16 bits for a pixel."""
+_BASE64 = re.compile(r"[A-Za-z0-9+/]{60,}={0,2}")
+_LONGEST_PATH = 240
+"""Characters of a path that an error repeats whole. Raising it makes errors longer if paths are base64 text."""
 _PNG_MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA"})
 _ENDS = {"JPEG": (b"\xff\xd9", 1 << 16), "PNG": (b"IEND", 16)}
 """Format -> what the last bytes of a whole file hold, and how many bytes those are."""
@@ -98,7 +104,11 @@ class ImageFile(StoredObject):
         try:
             upright: Image = ImageOps.exif_transpose(image).convert("RGB")
         except Exception as error:  # damaged files raise errors of any class
-            raise _damaged(self.source, self.place, error) from error
+            raise DataError(
+                f"{self.place}: {_name(self.source)} is damaged inside its pixels ({type(error).__name__}: {error}); "
+                f"correct it, or give check_pixels=True, which finds such images at the start, with bad_rows='drop', "
+                f"which leaves their rows out"
+            ) from error
         if upright.size != self.size:
             raise DataError(
                 f"{self.place}: {_name(self.source)} has {upright.width} x {upright.height} pixels, and had "
@@ -188,6 +198,11 @@ def _existing(path: Path, place: str, folder: Path | None) -> Path:
     for candidate in candidates:
         if os.path.isfile(candidate):
             return candidate
+    if len(str(path)) > _LONGEST_PATH or _BASE64.fullmatch(str(path)):
+        raise DataError(
+            f"{place}: there is no image {str(path)[:40] + '...'!r}, of {len(str(path)):,} characters; correct the "
+            f"path, or give an image that is base64 text as 'data:image/png;base64,...'"
+        )
     where = " nor in ".join(str(candidate.parent.absolute()) for candidate in candidates)
     raise DataError(f"{place}: there is no image {path.name!r} in {where}; correct the path, or leave the row out")
 
@@ -234,11 +249,19 @@ def _check_header(image: Image, source: object, place: str) -> None:
         raise DataError(
             f"{place}: {_name(source)} is animated and has {frames} frames; give one frame, or each as an image"
         )
-    if image.mode not in _MODES:
+    mode = image.mode if image.mode not in _MODES else _wide_mode(image)
+    if mode is not None:
         raise DataError(
-            f"{place}: {_name(source)} has pixels of more than eight bits (Pillow's mode {image.mode!r}), whose scale "
-            f"is unknown; save it with eight bits for a channel"
+            f"{place}: {_name(source)} has pixels of more than eight bits (Pillow's mode {mode!r}), whose scale is "
+            f"unknown; save it with eight bits for a channel"
         )
+
+
+def _wide_mode(image: Image) -> str | None:
+    """Return the mode of an undecoded file with 16 bits for a channel, which Pillow opens with eight."""
+    settings = [tile[3] for tile in getattr(image, "tile", ())]
+    modes = [one if isinstance(one, str) else str(one[0]) for one in settings if one]
+    return next((mode for mode in modes if _WIDE_CHANNEL.search(mode)), None)
 
 
 def _is_turned(image: Image, source: object, place: str) -> bool:

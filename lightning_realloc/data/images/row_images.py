@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +25,33 @@ _CONTINUING = ("completion", "chosen", "rejected")
 def readable_rows(
     rows: Sequence[Row],
     message_columns: Collection[str],
-    processor: Callable[[], ImageProcessor | None],
+    processor: ImageProcessor | None,
     *,
-    always: bool = False,
+    as_messages: bool = False,
+    check_pixels: bool = False,
     folder: Path | None = None,
 ) -> tuple[Row, ...]:
     """Return rows with text as the content of messages, or with their images as by :func:`with_images`.
 
     Args:
-        processor: Returns the model's processor of images; None for a model of text. Called for rows with images.
-        always: Whether to ask for it also if no row has images, so that later rows may have some.
+        processor: The model's processor of images; None for a model of text, and for data without images.
+        as_messages: Whether a prompt that is text becomes a message also without images, because those of other rows
+            do: reward functions then get one kind of prompt.
+        check_pixels: Whether to decode each image.
     """
-    shows = [has_images(row.values, message_columns) for row in rows]
-    reads = processor() if any(shows) or always else None
+    read = () if processor is None else IMAGE_COLUMNS
     made: list[Row] = []
-    for row, is_shown in zip(rows, shows, strict=True):
+    for row in rows:
         values: Mapping[str, Any] = row.values
-        if reads is not None:
-            shown = with_images(values, message_columns, row.place, reads, folder=folder) if is_shown else values
-            kept = {name: value for name, value in shown.items() if name not in IMAGE_COLUMNS}
-            values = {**kept, IMAGES: shown[IMAGES] if is_shown else SampleImages((), reads)}
-        read = () if reads is None else IMAGE_COLUMNS
+        if processor is not None:
+            if has_images(values, message_columns):
+                shown = with_images(values, message_columns, row.place, processor, folder=folder)
+            else:
+                opened = _with_message(values, message_columns) if as_messages else values
+                shown = {**opened, IMAGES: SampleImages((), processor)}
+            values = {name: value for name, value in shown.items() if name == IMAGES or name not in IMAGE_COLUMNS}
+            for file in shown[IMAGES].files if check_pixels else ():
+                file.open()
         made.append(Row(row.place, readable_values(values, message_columns, row.place, read=read)))
     return tuple(made)
 
@@ -101,11 +107,8 @@ def _found_images(
     if len(both) > 1:
         raise DataError(f"{place} has images in both columns, {' and '.join(both)}; give one of them")
     listed = [value for name in both for value in _listed(values[name])]
-    opening = next((name for name in ("prompt", *message_columns) if name in values and name in message_columns), None)
-    shown = dict(values)
-    repeats = any(is_conversation(shown.get(name)) and shown[name][0]["role"] != "assistant" for name in _CONTINUING)
-    if opening is not None and listed and isinstance(shown[opening], str) and not repeats:
-        shown[opening] = [{"role": "user", "content": shown[opening]}]
+    opening = _opening(values, message_columns)
+    shown = _with_message(values, message_columns) if listed else dict(values)
     given = {name: shown[name] for name in message_columns if is_conversation(shown.get(name))}
     if listed and not any(map(_places, given.values())):
         for name in given if opening not in given or opening in _CONTINUING else (opening,):
@@ -134,11 +137,31 @@ def check_whole_images(row: Row, ids: Sequence[int]) -> None:
     if not isinstance(images, SampleImages):
         return
     expected, found = images.placeholders.num_tokens if images else 0, list(ids).count(images.processor.token_id)
-    if found != expected:
+    if found > expected:
+        raise DataError(
+            f"{row.place}: its text holds placeholders of images besides those of its {len(images)} images; leave them "
+            f"to the chat template, and write none in texts"
+        )
+    if found < expected:
         raise DataError(
             f"{row.place}: its tokens show {found} of {expected} parts of its {len(images)} images; rows with images "
             f"are not cut to fewer tokens, so drop long rows, and messages after the last answer are not read"
         )
+
+
+# ---- prompts
+def _opening(values: Mapping[str, Any], message_columns: Collection[str]) -> str | None:
+    """Return the column that a row's conversation begins with."""
+    return next((name for name in ("prompt", *message_columns) if name in values and name in message_columns), None)
+
+
+def _with_message(values: Mapping[str, Any], message_columns: Collection[str]) -> dict[str, Any]:
+    """Return a row whose prompt, if it is text, is a message of the user, unless another column repeats it as one."""
+    opening = _opening(values, message_columns)
+    repeats = any(is_conversation(values.get(name)) and values[name][0]["role"] != "assistant" for name in _CONTINUING)
+    if opening is None or opening in _CONTINUING or not isinstance(values[opening], str) or repeats:
+        return dict(values)
+    return {**values, opening: [{"role": "user", "content": values[opening]}]}
 
 
 # ---- parts of messages

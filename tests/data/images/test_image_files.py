@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,20 @@ def encoded(image: Image.Image, kind: str = "PNG", **settings: Any) -> bytes:
 
 def noise(width: int = 40, height: int = 30) -> Image.Image:
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def deep_png() -> bytes:
+    """Return a file of 2 x 1 pixels with three channels of 16 bits."""
+    parts = {
+        b"IHDR": struct.pack(">IIBBBBB", 2, 1, 16, 2, 0, 0, 0),
+        b"IDAT": zlib.compress(bytes(1 + 2 * 3 * 2)),
+        b"IEND": b"",
+    }
+    chunks = (
+        struct.pack(">I", len(held)) + kind + held + struct.pack(">I", zlib.crc32(kind + held))
+        for kind, held in parts.items()
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
 def test_an_image_is_upright_and_rgb_as_transformers_loads_it(tmp_path: Path) -> None:
@@ -53,6 +69,12 @@ def test_an_image_is_upright_and_rgb_as_transformers_loads_it(tmp_path: Path) ->
         (encoded(noise())[:-100], "row 3: its image is cut off: its PNG data has no end"),
         (encoded(noise(), "GIF", save_all=True, append_images=[noise(41)]), "row 3: its image is animated and has 2"),
         (Image.new("I;16", (4, 4)), r"row 3: its image has pixels of more than eight bits .*'I;16'"),
+        (deep_png(), r"row 3: its image has pixels of more than eight bits .*'RGB;16B'"),
+        (
+            "aB3+" * 30 + "==",
+            r"there is no image '(aB3.){10}\.\.\.', of 122 characters; .* text as 'data:image/png;base64,",
+        ),
+        ("a/" * 3000, r"there is no image '(a/){20}\.\.\.', of 5,999 characters; .* text as 'data:image/png;base64,"),
         ("missing.png", "row 3: there is no image 'missing.png' in "),
         ("https://example.org/a.png", "row 3: the image https://example.org/a.png is on the web.*download"),
         ("data:image/png;base64,!", "row 3: the image's data: address is not base64"),
@@ -76,13 +98,28 @@ def test_a_decompression_bomb_is_refused_by_its_header(monkeypatch: pytest.Monke
         ImageFile.read(encoded(noise()), "row 3")
 
 
-def test_damage_inside_a_file_is_named_when_the_image_is_opened() -> None:
+def damaged() -> bytes:
+    """Return a PNG whose header and end are whole, and whose pixels cannot be decoded."""
     content = bytearray(encoded(noise(400, 300)))
     content[60:2000] = bytes(1940)
-    found = ImageFile.read(bytes(content), "row 3")
+    return bytes(content)
 
-    with pytest.raises(DataError, match=r"row 3: its image is damaged \("):
+
+def test_damage_inside_a_file_is_named_when_the_image_is_opened() -> None:
+    found = ImageFile.read(damaged(), "row 3")
+
+    with pytest.raises(DataError, match=r"row 3: its image is damaged inside its pixels \(.* give check_pixels=True"):
         found.open()
+
+
+def test_damage_inside_a_file_is_found_at_the_start_if_pixels_are_checked() -> None:
+    rows = [{"prompt": "what?", "image": noise()}, {"prompt": "what?", "image": damaged()}]
+
+    with pytest.raises(DataError, match="row 1 of the data set: its image is damaged inside its pixels"):
+        prompts(rows, check_pixels=True)
+    with pytest.warns(UserWarning, match="left out 1 of 2 rows"):
+        assert len(prompts(rows, check_pixels=True, bad_rows="drop").tables["train"]) == 1
+    assert len(prompts(rows).tables["train"]) == 2
 
 
 def test_a_file_that_changes_during_a_run_is_named(tmp_path: Path) -> None:
@@ -114,6 +151,7 @@ TEXT, SHOWN = {"type": "text", "text": "what?"}, {"type": "image"}
         ({"prompt": user(SHOWN, SHOWN, TEXT), "images": [noise()]}, "messages have 2 parts .* column has 1 images"),
         ({"prompt": user(SHOWN, TEXT), "images": [noise()] * 2}, "messages have 1 parts .* column has 2 images"),
         ({"prompt": user(SHOWN, TEXT), "images": []}, "messages have 1 parts .* column has 0 images"),
+        ({"prompt": "what <image>?", "images": []}, "text holds placeholders of images besides those of its 0 images"),
         (
             {"prompt": user({"type": "text", "text": "<image>"}), "images": [noise()]},
             "has 2 placeholders '<image>' and",

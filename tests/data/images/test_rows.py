@@ -130,6 +130,42 @@ def test_files_bytes_and_addresses_are_read_as_images(tmp_path: Path) -> None:
         assert torch.equal(found.extras["pixel_values"], from_file.extras["pixel_values"])
 
 
+def test_images_next_to_held_out_rows_are_found(tmp_path: Path) -> None:
+    for name, number in (("training", 0), ("held_out", 1)):
+        (tmp_path / name).mkdir()
+        drawn(number).save(tmp_path / name / "a.png")
+        (tmp_path / name / "rows.jsonl").write_text('{"prompt": "what?", "image": "a.png"}\n')
+    files = [tmp_path / "training/rows.jsonl"], tmp_path / "held_out/rows.jsonl"
+
+    module = PromptDataModule(files[0], val_data=files[1], batch_size=1, tokenizer=tiny_processor("llava"))
+    module.setup()
+
+    shown = [module.tables[name].objects("images")[0][0] for name in ("train", "val")]
+    assert [image.size for image in shown] == [SIZES[0], SIZES[1]]
+
+
+@pytest.mark.parametrize("bad_rows", ["refuse", "drop"])
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_prompts_of_text_become_messages_if_other_rows_show_images(column: str, bad_rows: str) -> None:
+    values = [None, drawn(0), *([b"damaged"] if bad_rows == "drop" else [])]
+    rows = [{"prompt": "what?", column: value} for value in values]
+
+    samples = prompts(rows, bad_rows=bad_rows)
+
+    alone, shown = samples.objects("prompt")
+    assert [message["role"] for message in (*alone, *shown)] == ["user", "user"]
+    assert alone[0]["content"] == "what?"
+    assert [len(images) for images in samples.objects("images")] == [0, 1]
+    ids, _ = samples.ragged("prompt_ids").to_lists()
+    processor = tiny_processor("llava")
+    text = processor.apply_chat_template(user("what?"), add_generation_prompt=True, tokenize=False)
+    assert ids == processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_prompts_of_text_stay_text_if_no_row_shows_images() -> None:
+    assert prompts([{"prompt": "what?", "image": None}] * 2).objects("prompt") == ("what?", "what?")
+
+
 def test_sft_and_preferences_show_images_in_front_of_their_answers() -> None:
     answer = [{"role": "assistant", "content": "red"}]
     sft = table(
