@@ -84,7 +84,7 @@ vllm-env: $(VLLM_ENV)/.ready
 $(VLLM_ENV)/.ready: Makefile
 	test -x $(VLLM_ENV)/bin/python || $(PYTHON) -m venv $(VLLM_ENV)
 	$(VLLM_ENV)/bin/python .ci/install_torch.py --wheels-for cpu "$(TORCH)"
-	$(VLLM_ENV)/bin/python -m pip install --quiet "$(VLLM)"
+	$(VLLM_ENV)/bin/python -m pip install --quiet "$(VLLM)" "$(shell grep '^pillow==' constraints.txt)"
 	$(VLLM_ENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
