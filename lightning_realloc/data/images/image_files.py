@@ -203,8 +203,9 @@ def _existing(path: Path, place: str, folder: Path | None) -> Path:
             f"{place}: there is no image {str(path)[:40] + '...'!r}, of {len(str(path)):,} characters; correct the "
             f"path, or give an image that is base64 text as 'data:image/png;base64,...'"
         )
-    where = " nor in ".join(str(candidate.parent.absolute()) for candidate in candidates)
-    raise DataError(f"{place}: there is no image {path.name!r} in {where}; correct the path, or leave the row out")
+    where = " nor in ".join(dict.fromkeys(str(candidate.parent.absolute()) for candidate in candidates))
+    found = "only a folder" if any(map(os.path.isdir, candidates)) else "no image"
+    raise DataError(f"{place}: there is {found} {path.name!r} in {where}; correct the path, or leave the row out")
 
 
 # ---- content

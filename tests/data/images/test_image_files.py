@@ -87,6 +87,14 @@ def test_an_image_that_cannot_be_used_is_named_with_its_row(value: object, messa
         ImageFile.read(value, "row 3")
 
 
+def test_a_folder_is_no_image_and_places_are_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.png").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    with pytest.raises(DataError, match=rf"row 3: there is only a folder 'a.png' in {tmp_path}; correct the path"):
+        ImageFile.read("a.png", "row 3", folder=tmp_path)
+
+
 def test_a_decompression_bomb_is_refused_by_its_header(monkeypatch: pytest.MonkeyPatch) -> None:
     bomb = encoded(Image.new("1", (20_000, 20_000)))
     assert len(bomb) < 100_000
