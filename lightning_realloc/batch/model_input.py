@@ -49,14 +49,34 @@ class ModelInput:
         if self.prompt_key < 0:
             object.__setattr__(self, "prompt_key", prompt_digest(self.token_ids, self.extras))
 
-    def positions_between(self, begin: int, end: int) -> Tensor | None:
-        """Return the positions (3, end - begin) of the tokens at these places of a sequence; None: their places."""
-        if self.positions is None:
-            return None
-        import torch
 
-        after = torch.arange(max(begin, len(self.token_ids)), max(end, len(self.token_ids))) + self.shift
-        return torch.cat([self.positions[:, begin:end], after.expand(3, -1)], 1)
+@dataclass(frozen=True, slots=True)
+class AnswerInput:
+    """An environment's answer that shows images, in a response."""
+
+    begin: int
+    """Index into the response of the answer's first token."""
+    input: ModelInput
+    """Its tokens, and further inputs of the model for them. Positions are counted from its first token."""
+
+
+def positions_between(parts: Iterable[tuple[int, ModelInput]], begin: int, end: int) -> Tensor | None:
+    """Return the positions (3, end - begin) of the tokens at these places of a sequence; None: their places.
+
+    Args:
+        parts: Inputs in the sequence, in order, with the place of each one's first token.
+    """
+    placed = [(start, part.positions, part.shift) for start, part in parts if part.positions is not None]
+    if not placed:
+        return None
+    import torch
+
+    positions = torch.arange(end).repeat(3, 1)
+    for start, of_part, shift in placed:
+        known = of_part[:, : max(end - start, 0)]
+        positions[:, start : start + known.shape[1]] += known - torch.arange(known.shape[1])
+        positions[:, start + of_part.shape[1] :] += shift
+    return positions[:, begin:]
 
 
 def prompt_digest(token_ids: Sequence[int], extras: Mapping[str, Tensor], *, of_inputs: int | None = None) -> int:

@@ -19,7 +19,14 @@ from torch.nn.functional import pad
 from lightning_realloc.batch.balance_loss import BalanceLoss
 from lightning_realloc.batch.model_input import joined_inputs
 from lightning_realloc.batch.ragged import Ragged
-from lightning_realloc.batch.samples import EXPERTS, Samples, extra_inputs, prompt_images, prompt_keys
+from lightning_realloc.batch.samples import (
+    EXPERTS,
+    Samples,
+    answer_inputs,
+    extra_inputs,
+    prompt_images,
+    prompt_keys,
+)
 from lightning_realloc.errors import DataError, PlanError
 
 _TENSORS = (
@@ -67,7 +74,7 @@ class PackedBatch:
     """Prompt tokens that each sequence shares with the nearest earlier sequence that holds its prompt; 0 if none."""
     extras: Mapping[str, Tensor] = field(default_factory=dict)
     """Further inputs of the model by the keyword that its ``forward`` expects, each (rows, ...): those of the prompts
-    in the row, in its order."""
+    and of environments' answers in the row, in its order."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """Further columns: per token, (N, ...), zero outside responses, if ragged; else per sequence, (B, ...)."""
     data: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
@@ -194,11 +201,18 @@ def pack(samples: Samples, *, columns: Sequence[str] = (), share_prompts: bool =
 
 
 def _packed_inputs(samples: Samples, holders: Tensor) -> dict[str, Tensor]:
-    """Return the further inputs of the samples at the positions ``holders``, those of images read now."""
-    images = prompt_images(samples)
-    shown = [images[row] for row in holders.tolist()]
-    of_columns = {name: column.select(holders).values for name, column in extra_inputs(samples).items()}
-    return joined_inputs([of_columns, *(each.inputs for each in shown if each is not None)])
+    """Return the further inputs of a row, those of images read now.
+
+    Prompts are those of the samples at the positions ``holders``; answers are those of all samples.
+    """
+    columns = {name: column.split() for name, column in extra_inputs(samples).items()}
+    held, parts = set(holders.tolist()), list[Mapping[str, Tensor]]()
+    for row, (images, answers) in enumerate(zip(prompt_images(samples), answer_inputs(samples), strict=True)):
+        if row in held:
+            parts.append({name: rows[row] for name, rows in columns.items()})
+            parts += [] if images is None else [images.inputs]
+        parts += [answer.input.extras for answer in answers]
+    return joined_inputs(parts)
 
 
 def _packed_experts(experts: Ragged, sample_index: Tensor, positions: Tensor) -> Tensor:

@@ -6,14 +6,15 @@ Sequences are stored without padding. Ids and lengths always live on the host, s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from io import BytesIO
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_realloc.batch.model_input import ModelInput, prompt_digest
+from lightning_realloc.batch.model_input import AnswerInput, ModelInput, prompt_digest
 from lightning_realloc.batch.prompt_images import PromptImages
 from lightning_realloc.batch.ragged import Ragged as Ragged
 from lightning_realloc.batch.ragged import as_indices, check_host_integers, tensors_equal
@@ -37,6 +38,8 @@ IMAGES = "images"
 RECORD = "record/"
 """Beginning of the names of columns about whole samples that no model reads, such as sequences of other lengths than
 the response's: they stay with their samples, and are not packed."""
+ANSWER_INPUTS = f"{RECORD}answer_inputs"
+"""Column of sequences of bytes, as of `answer_column`: environments' answers that show images, inside responses."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -273,6 +276,42 @@ def images_input(token_ids: Sequence[int], images: PromptImages, prompt_key: int
     """Return a prompt with images; -1: with a key of its token ids and images."""
     key = prompt_digest(token_ids, {}, of_inputs=images.key) if prompt_key < 0 else prompt_key
     return ModelInput(tuple(token_ids), images.inputs, key, images=images)
+
+
+def answer_column(answers: Iterable[Sequence[AnswerInput]]) -> Ragged:
+    """Return B samples' answers with images as ragged uint8, images as checkpoints hold them; no bytes for none."""
+    return Ragged.from_list([_answer_bytes(one) if one else [] for one in answers], dtype=torch.uint8)
+
+
+def answer_inputs(samples: Samples) -> list[tuple[AnswerInput, ...]]:
+    """Return the answers with images in each sample's response; pixels are read when they are asked for."""
+    if ANSWER_INPUTS not in samples:
+        return [()] * len(samples)
+    rows = (row.cpu().numpy().tobytes() for row in samples.ragged(ANSWER_INPUTS).split())
+    return [_answers_in(content) if content else () for content in rows]
+
+
+def _answer_bytes(answers: Sequence[AnswerInput]) -> Tensor:
+    plain = [
+        {
+            "begin": one.begin,
+            "token_ids": list(one.input.token_ids),
+            "extras": plain_value(one.input.extras),
+            "key": one.input.prompt_key,
+        }
+        for one in answers
+    ]
+    stream = BytesIO()
+    torch.save(plain, stream)
+    return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
+
+
+def _answers_in(content: bytes) -> tuple[AnswerInput, ...]:
+    """Restore what `_answer_bytes` was given, without the positions of tokens."""
+    return tuple(
+        AnswerInput(each["begin"], ModelInput(tuple(each["token_ids"]), restored_value(each["extras"]), each["key"]))
+        for each in torch.load(BytesIO(content), weights_only=True)
+    )
 
 
 def prompt_keys(samples: Samples) -> Tensor:

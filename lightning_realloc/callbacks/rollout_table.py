@@ -12,11 +12,12 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_realloc.batch.json_column import json_values
-from lightning_realloc.batch.samples import IMAGES, Samples
+from lightning_realloc.batch.samples import IMAGES, Samples, answer_inputs
 from lightning_realloc.callbacks.loggers.logged_table import Row, Table
 from lightning_realloc.callbacks.loggers.sample_thumbnails import row_images
 from lightning_realloc.callbacks.loggers.writers import WRITERS, LoggerOutput, logger_writer
 from lightning_realloc.callbacks.run_view import run_view
+from lightning_realloc.data.images.sample_images import ImageInputs
 from lightning_realloc.environments.columns import CONVERSATION
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.remote_output import require_writable
@@ -99,7 +100,7 @@ class RolloutTable(Callback):
         shown = run_view(trainer).shown
         rows = [row for samples in shown for row in sample_rows(samples)]
         if rows:  # empty if all responses wait for the next iteration
-            images = row_images([one for samples in shown for one in samples.data.get(IMAGES, ())])
+            images = row_images([groups for samples in shown for groups in _shown_images(samples)])
             if images is not None:
                 rows = [{**row, IMAGES: names} for row, names in zip(rows, images.names, strict=True)]
             talks = [talk for samples in shown for talk in _conversations(samples)]
@@ -119,6 +120,15 @@ class RolloutTable(Callback):
         if self.path is not None:
             self._output.attempt(str(self.path), _TABLE_NAME, table.append_to, self.path)
         self._output.write_table(trainer.loggers, table)
+
+
+def _shown_images(samples: Samples) -> list[list[object]]:
+    """Return the images of each sample's prompt, and of each answer of its environment that shows some."""
+    of_prompts = [[images] for images in samples.data[IMAGES]] if IMAGES in samples.data else [[] for _ in samples.ids]
+    return [
+        [*of_prompt, *(one.input.extras.images for one in answers if isinstance(one.input.extras, ImageInputs))]
+        for of_prompt, answers in zip(of_prompts, answer_inputs(samples), strict=True)
+    ]
 
 
 def _conversations(samples: Samples) -> Sequence[Row]:

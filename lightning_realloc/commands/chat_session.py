@@ -14,13 +14,12 @@ from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.batch.model_input import ModelInput
-from lightning_realloc.batch.samples import IMAGES, images_input
 from lightning_realloc.commands.chat_tools import ChatTools, ToolSettings
 from lightning_realloc.commands.parsing import has_bf16, refuse_gguf
 from lightning_realloc.data.chat import Message, Text, conversation_text, prompt_token_ids
 from lightning_realloc.data.images.image_files import ImageFile
-from lightning_realloc.data.images.row_images import has_images, with_images
-from lightning_realloc.data.images.sample_images import ImageProcessor
+from lightning_realloc.data.images.row_images import with_images
+from lightning_realloc.data.images.sample_images import ImageProcessor, shown_input
 from lightning_realloc.data.tokenizers import load_tokenizer
 from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.generation import Completion, GenerationEngine, SamplingParams
@@ -31,6 +30,7 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import ROLES_FILE
 
 MODEL_FOLDER = "model"
 """Folder of the trained model inside the output of a one-line run."""
+_PLACE = "the conversation"
 
 
 class ChatSession:
@@ -123,12 +123,10 @@ class ChatSession:
         """Raise the error of a question about these files, if they cannot be shown; see :meth:`ask`."""
         if not images:
             return
-        if self._images is None:
-            self._images = ImageProcessor.load(self._tokenizer.name_or_path, {})
-        if self._images is None or self._tools is not None:
-            raise ConfigError("images need the folder of a model that reads them, and a conversation without tools")
+        if self._processor() is None:
+            raise ConfigError("images need the folder of a model that reads them")
         for name in images:
-            ImageFile.read(name, "the conversation").open()
+            ImageFile.read(name, _PLACE).open()
 
     def ask(self, question: str, images: Sequence[str] = ()) -> str:
         """Return the answer to a question, and stream it; both become part of the conversation, with calls of tools.
@@ -137,24 +135,39 @@ class ChatSession:
             images: Files of images that the question is about.
 
         Raises:
-            ConfigError: for images and a model that reads text alone, or with tools.
+            ConfigError: for images and a model that reads text alone.
             DataError: for a conversation that the chat template cannot render, and for images that cannot be used.
             GenerationError: for a conversation that does not fit the model's context.
         """
         self.check_images(images)
-        shown = [{"type": "image", "image": name} for name in images]
-        content = [*shown, {"type": "text", "text": question}] if shown else question
-        messages: list[Message] = [*self.messages, {"role": "user", "content": content}]
+        messages = [*self.messages, self._question(question, images)]
         if self._tools is None:
             answer = self._tokenizer.decode(
                 list(self._turn(self._prompt(messages)).token_ids), skip_special_tokens=True
             )
             turns: list[Message] = [{"role": "assistant", "content": str(answer)}]
         else:
-            turns = self._tools.turns(messages, lambda ids: self._turn(ModelInput(tuple(ids))))
+            turns = self._tools.turns(messages, self._turn, self._processor)
         if self.has_template:
             self.messages = [*messages, *turns]
         return str(turns[-1]["content"])
+
+    def _processor(self) -> ImageProcessor | None:
+        """Return the model's processor of images, loaded when the first one is shown; None for a model of text."""
+        if self._images is None:
+            self._images = ImageProcessor.load(self._tokenizer.name_or_path, {})
+        return self._images
+
+    def _question(self, text: str, images: Sequence[str]) -> Message:
+        """Return a question as a message, with its images read."""
+        if not images:
+            return {"role": "user", "content": text}
+        processor = self._processor()
+        assert processor is not None, "images are checked first"
+        shown = [{"type": "image", "image": name} for name in images]
+        row = {"prompt": [{"role": "user", "content": [*shown, {"type": "text", "text": text}]}]}
+        message: Message = with_images(row, ["prompt"], _PLACE, processor)["prompt"][0]
+        return message
 
     def _turn(self, prompt: ModelInput) -> Completion:
         """Generate one turn of the model, and stream it."""
@@ -166,15 +179,11 @@ class ChatSession:
         return completion
 
     def _prompt(self, messages: list[Message]) -> ModelInput:
-        place, row = "the conversation", dict[str, Any](prompt=messages)
         if not self.has_template:
             text = Text(messages[-1]["content"], "the question", add_bos=True)
             return ModelInput(tuple(prompt_token_ids(self._tokenizer, [text])[0]))
-        if self._images is not None and has_images(row, ["prompt"]):
-            row = with_images(row, ["prompt"], place, self._images)
-        text = conversation_text(self._tokenizer, row["prompt"], place, add_generation_prompt=True)
-        ids = prompt_token_ids(self._tokenizer, [text])[0]
-        return images_input(ids, row[IMAGES]) if IMAGES in row else ModelInput(tuple(ids))
+        text = conversation_text(self._tokenizer, messages, _PLACE, add_generation_prompt=True)
+        return shown_input(prompt_token_ids(self._tokenizer, [text])[0], messages, self._processor)
 
 
 class TokenStream(TextStreamer):

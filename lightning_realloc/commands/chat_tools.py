@@ -11,12 +11,16 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.data.chat import Message
+from lightning_realloc.data.images.sample_images import ImageProcessor, shown_input
+from lightning_realloc.environments.message_environment import StepResult, read_images
 from lightning_realloc.environments.tools.tool import Tool
 from lightning_realloc.environments.tools.tool_calls import ToolRunner, text_of
+from lightning_realloc.environments.transcript import message_text
 from lightning_realloc.environments.turns.chat_turns import ChatTurns
 from lightning_realloc.environments.turns.turn_parser import Parser, TurnParser
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, DataError, GenerationError
 from lightning_realloc.generation import Completion
 from lightning_realloc.generation.loop.environment import EVENT_LOOP
 
@@ -72,7 +76,12 @@ class ChatTools:
         self._parser = TurnParser(tokenizer, settings.parser)
         self._parser.check(self._schemas, self._chat.shown_call(self._schemas))
 
-    def turns(self, messages: Sequence[Message], generate: Callable[[Sequence[int]], Completion]) -> list[Message]:
+    def turns(
+        self,
+        messages: Sequence[Message],
+        generate: Callable[[ModelInput], Completion],
+        find_processor: Callable[[], ImageProcessor | None],
+    ) -> list[Message]:
         """Return the model's turns and the tools' answers, up to a turn without calls.
 
         Calls of a turn that is cut off, and of the last turn that is allowed, are left out.
@@ -80,11 +89,12 @@ class ChatTools:
         Args:
             messages: The conversation so far.
             generate: Generates the turn after a prompt.
+            find_processor: Returns the model's processor of images; None for a model of text.
         """
         turns: list[Message] = []
         ids = self._chat.prompt_ids(messages, self._schemas)
         for number in range(1, self._max_turns + 1):
-            completion = generate(ids)
+            completion = generate(shown_input(ids, [*messages, *turns], find_processor))
             own = list(completion.token_ids)
             message = self._parser.parse_tokens(
                 own,
@@ -101,7 +111,7 @@ class ChatTools:
             turns.append(message)
             if not calls:
                 break
-            answers = [self._carry_out(call) for call in calls]
+            answers = [self._carry_out(call, find_processor) for call in calls]
             turns += answers
             ids = [*ids, *own, *self._chat.answer_ids(own, message, answers, self._schemas)]
         return turns
@@ -112,20 +122,24 @@ class ChatTools:
             return f"the turn was cut off after {len(completion.token_ids)} tokens; raise --max-new-tokens"
         return "" if number < self._max_turns else f"this was turn {number}; raise --max-turns"
 
-    def _carry_out(self, call: Mapping[str, Any]) -> Message:
-        """Return the answer to a call, and show it. Ctrl-C ends the call, which the model reads."""
+    def _carry_out(self, call: Mapping[str, Any], find_processor: Callable[[], ImageProcessor | None]) -> Message:
+        """Return the answer to a call, and show it. The model reads that Ctrl-C ended it, or that images are bad."""
         name, begin = call["function"]["name"], time.monotonic()
         future = None
         try:
             future = EVENT_LOOP.submit(self._runner.answers([call]))
-            (answer,), _ = future.result()
-        except KeyboardInterrupt:
+            messages, _ = future.result()
+            result = StepResult(messages)
+            (answer,) = (read_images(result, name, find_processor) if result.shows_images else result).messages
+        except (KeyboardInterrupt, DataError, GenerationError) as problem:
             if future is not None:
                 future.cancel()
-            content = text_of({"error": f"the user stopped this call of {name}"})
+            stopped = isinstance(problem, KeyboardInterrupt)
+            content = text_of({"error": f"the user stopped this call of {name}" if stopped else str(problem)})
             answer = {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
         seconds = time.monotonic() - begin
-        self._write(f"[{name} answers after {seconds:.2f} s]\n{textwrap.indent(_shown(answer['content']), '  ')}\n")
+        text = textwrap.indent(_shown(message_text(answer["content"])), "  ")
+        self._write(f"[{name} answers after {seconds:.2f} s]\n{text}\n")
         return answer
 
 

@@ -12,15 +12,19 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.data.chat import Message, template_input
+from lightning_realloc.data.images.sample_images import ImageProcessor, shown_input
 from lightning_realloc.data.prompts import EMPTY_PROMPT
 from lightning_realloc.environments.environment_factory import EnvironmentFactory
 from lightning_realloc.environments.message_environment import (
     MessageEnvironment,
     StepResult,
+    check_size,
     checked_conversation,
     checked_result,
     checked_reward,
+    read_images,
 )
 from lightning_realloc.environments.partner import PartnerSettings, Replies, partners_of
 from lightning_realloc.environments.tool_environment import only_calls_tools, plain_environment
@@ -33,8 +37,6 @@ from lightning_realloc.generation.core.sample import FinishReason
 from lightning_realloc.generation.loop.asking import call, stopwatch, time_limit
 
 _log = logging.getLogger(__name__)
-MAX_MESSAGE_CHARACTERS = 1_000_000
-"""Most characters of an environment's messages at a time; more hold up all episodes while they are tokenized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class EpisodeOptions:
     bounds: Conversation
     partners: PartnerSettings | None = None
     """Models that environments may talk to; None: none."""
+    find_processor: Callable[[], ImageProcessor | None] = lambda: None
+    """Returns the model's processor of images; None for a model of text."""
 
     def chat(self, row: Mapping[str, Any]) -> tuple[ChatTurns, Sequence[Mapping[str, Any]]]:
         """Return the chat of a row, and the schemas in its column ``tools``."""
@@ -75,8 +79,8 @@ class PlayedTurn:
     message: Message
     """The model's turn."""
     result: StepResult
-    answer_ids: tuple[int, ...] | None
-    """Tokens that follow the model's; None: the episode ended with this turn."""
+    answer: ModelInput | None
+    """Tokens that follow the model's, with the images that they show; None: the episode ended with this turn."""
     seconds: float
     """Time of the environment."""
 
@@ -190,7 +194,7 @@ class Episode:
         self.prompt, self.changes_prompt = self.row["prompt"], False
         self.failure = failure
 
-    async def answer(self, number: int, tokens: TurnTokens) -> tuple[int, ...] | None:
+    async def answer(self, number: int, tokens: TurnTokens) -> ModelInput | None:
         """Return the tokens after the model's turn ``number``, counted from 1; None: the episode has ended.
 
         Raises:
@@ -202,7 +206,7 @@ class Episode:
             if len(self.turns) < number:
                 assert len(self.turns) == number - 1, f"turn {number} comes after turn {len(self.turns)}"
                 self.turns.append(await self._played(tokens, is_last=number >= self.options.bounds.max_turns))
-        return self.turns[number - 1].answer_ids
+        return self.turns[number - 1].answer
 
     async def finish(self) -> None:
         """Ask for the episode's reward: the environment's, else the sum of those of turns.
@@ -249,12 +253,13 @@ class Episode:
         elapsed_s = stopwatch()
         message = self._message(tokens)
         result = await self._bounded_step(message, elapsed_s, is_last=is_last)
-        _check_size(result.messages, f"{type(self.shown).__name__}.step")
+        check_size(result.messages, f"{type(self.shown).__name__}.step")
         seconds = elapsed_s()
         if result.done or is_last:
             return PlayedTurn(message, result, None, seconds)
         answer_ids = self.chat.answer_ids(tokens.own, message, result.messages, self.tools)
-        return PlayedTurn(message, result, tuple(answer_ids), seconds)
+        answer = shown_input(answer_ids, result.messages, self.options.find_processor)
+        return PlayedTurn(message, result, answer, seconds)
 
     def _cut_off(self, tokens: TurnTokens) -> Message:
         """Return a turn that nothing answered; its text as content if the parser fails on part of a turn."""
@@ -299,6 +304,10 @@ class Episode:
         self._lost.append(environment)
         self._begin_turn(environment, len(self.turns) + 1)
         result = checked_result(await self._answered(environment, message), environment)
+        if result.shows_images:
+            name, turn = type(_given_object(environment)).__name__, len(self.turns) + 1
+            place = f"{name}.step after turn {turn} of sample {self.replies.sample_id}"
+            result = await call(read_images, result, place, self.options.find_processor)
         self._environment = self._lost.pop()
         return result
 
@@ -324,7 +333,7 @@ class Episode:
                 raise ConfigError(
                     f"{reset} wrote no prompt, and the row has none; return one there, or add a column 'prompt'"
                 )
-            _check_size(begun or (), reset)
+            check_size(begun or (), reset)
             self.prompt = self.row["prompt"] if begun is None else begun
             self.tools = [tool.schema for tool in environment.tools] or self.tools
             self.changes_prompt = begun is not None or bool(environment.tools)
@@ -388,13 +397,3 @@ def _failure(method: str, error: BaseException) -> str:
     if isinstance(error, GenerationError | RewardError):
         return str(error)
     return f"the environment's {method} raised {describe_error(error)}{error_line(error)}"
-
-
-def _check_size(messages: Sequence[Message], name: str) -> None:
-    """Raise GenerationError for messages that no context can hold, which would be tokenized for minutes."""
-    num_characters = sum(len(str(message.get("content") or "")) for message in messages)
-    if num_characters > MAX_MESSAGE_CHARACTERS:
-        raise GenerationError(
-            f"{name} may return {MAX_MESSAGE_CHARACTERS} characters of messages, and returned {num_characters}; return "
-            f"a part of them"
-        )

@@ -83,8 +83,8 @@ class Episodes:
                 lost.append(_resumed(self._episode(samples, place), answered_turns(completion)))
         self._run(lost)
 
-    async def __call__(self, turn: Turn) -> Sequence[int] | None:
-        """Return the tokens after a turn; None: the response is finished."""
+    async def __call__(self, turn: Turn) -> ModelInput | None:
+        """Return the tokens after a turn, with the images that they show; None: the response is finished."""
         tokens = TurnTokens((*turn.prompt, *turn.token_ids[: turn.begin]), turn.token_ids[turn.begin :])
         try:
             return await self._episodes[turn.sample_id].answer(turn.number, tokens)

@@ -5,18 +5,24 @@ One object answers one sample: it reads the model's messages and keeps the state
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from lightning_realloc.data.chat import Message as Message
 from lightning_realloc.data.chat import is_conversation, plain_messages
+from lightning_realloc.data.images.image_files import ImageFile
+from lightning_realloc.data.images.row_images import has_images, is_image_part, with_images, with_placed_images
+from lightning_realloc.data.images.sample_images import ImageProcessor
 from lightning_realloc.environments.partner import Partner, Partners
 from lightning_realloc.environments.tools.tool import Tool
-from lightning_realloc.errors import ConfigError, DataError, RewardError
+from lightning_realloc.errors import ConfigError, DataError, GenerationError, RewardError
 from lightning_realloc.rewards.invoke import MAX_REWARD, finite_number
+
+MAX_MESSAGE_CHARACTERS = 1_000_000
+"""Most characters of an environment's messages at a time; more hold up all episodes while they are tokenized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +37,9 @@ class StepResult:
     """Whether the episode has ended."""
     metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Numbers by name, added up over the turns of an episode; `MessageEnvironment.metric_names` are logged."""
+    images: Sequence[Any] = field(default=(), hash=False)
+    """Pillow images, bytes, paths or ``data:`` addresses, for the parts ``{"type": "image"}`` of messages, in order.
+    Without such parts they come before the text of the first message, without messages in one of the user."""
 
     def __post_init__(self) -> None:
         if isinstance(self.messages, str | Mapping) or not isinstance(self.messages, Sequence):
@@ -41,7 +50,7 @@ class StepResult:
         object.__setattr__(self, "messages", tuple(self.messages))
         if self.messages and not is_conversation(list(self.messages)):
             raise ConfigError(f"every message needs 'role' and 'content'; StepResult got {repr(self.messages)[:120]}")
-        _check_messages(self.messages, "StepResult(messages=...)")
+        _check_messages(self.shown_messages, "StepResult(messages=...)", may_show_images=True)
         if not isinstance(self.done, bool | np.bool_):
             raise ConfigError(f"StepResult(done=...) is True or False; got {self.done!r}")
         object.__setattr__(self, "done", bool(self.done))
@@ -55,6 +64,21 @@ class StepResult:
                     f"turns that it has no value in"
                 )
         object.__setattr__(self, "metrics", {name: float(value) for name, value in self.metrics.items()})
+
+    @property
+    def shown_messages(self) -> Sequence[Message]:
+        """The messages, with each of ``images`` in the part that shows it."""
+        if not isinstance(self.images, list | tuple):
+            raise ConfigError(f"StepResult(images=...) is a list of images; got a {type(self.images).__name__}")
+        try:
+            return with_placed_images(self.messages, self.images, "StepResult(images=...)")
+        except DataError as error:
+            raise ConfigError(str(error)) from None
+
+    @property
+    def shows_images(self) -> bool:
+        """Whether messages show images."""
+        return bool(self.images) or has_images({"messages": list(self.messages)}, ["messages"])
 
 
 class MessageEnvironment:
@@ -126,6 +150,41 @@ def checked_result(result: object, environment: object) -> StepResult:
     )
 
 
+def read_images(result: StepResult, place: str, find_processor: Callable[[], ImageProcessor | None]) -> StepResult:
+    """Return a result that shows images with these in its messages, read now, and the text that stands for them.
+
+    Args:
+        place: The step, for error messages.
+        find_processor: Returns the model's processor of images; None for a model of text.
+
+    Raises:
+        GenerationError: for images and a model of text, or without its processor.
+        DataError: for images that cannot be used.
+    """
+    try:
+        processor = find_processor()
+    except DataError as error:
+        raise GenerationError(f"{place} shows images, and {error}") from error
+    if processor is None:
+        raise GenerationError(
+            f"{place} shows images, and the model reads text alone, or its tokenizer came without a processor of "
+            f"images; train a vision-language model, give tokenizer= its processor, or describe images in words"
+        )
+    row = {"messages": list(result.shown_messages)}
+    shown = with_images(row, ["messages"], place, processor, read=ImageFile.copy_of)
+    return replace(result, messages=shown["messages"], images=())
+
+
+def check_size(messages: Sequence[Message], name: str) -> None:
+    """Raise GenerationError for messages that no context can hold, which would be tokenized for minutes."""
+    num_characters = sum(len(str(message.get("content") or "")) for message in messages)
+    if num_characters > MAX_MESSAGE_CHARACTERS:
+        raise GenerationError(
+            f"{name} may return {MAX_MESSAGE_CHARACTERS} characters of messages, and returned {num_characters}; return "
+            f"a part of them"
+        )
+
+
 def checked_conversation(begun: object, environment: object) -> Sequence[Message] | None:
     """Return the messages with which an episode begins; None: those of the row.
 
@@ -175,15 +234,18 @@ def checked_tools(environment: MessageEnvironment) -> tuple[Tool, ...]:
     )
 
 
-def _check_messages(messages: Sequence[Message], name: str) -> None:
+def _check_messages(messages: Sequence[Message], name: str, *, may_show_images: bool = False) -> None:
+    kinds = "{'type': 'text', 'text': ...}" + (" and images" if may_show_images else "")
     for message in messages:
         role, content = message["role"], message.get("content")
+        if may_show_images and isinstance(content, list):
+            message = {**message, "content": [part for part in content if not is_image_part(part)]}
         if not isinstance(role, str):
             raise ConfigError(f"{name}: the role of a message is a word, such as 'user'; got {repr(role)[:60]}")
         try:
             plain_messages([message], name)
         except DataError:
             raise ConfigError(
-                f"{name}: the content of a message is text, or a list of {{'type': 'text', 'text': ...}}; one of role "
-                f"{role!r} holds {repr(content)[:60]}; describe it in words"
+                f"{name}: the content of a message is text, or a list of {kinds}; one of role {role!r} holds "
+                f"{repr(content)[:60]}; describe it in words"
             ) from None

@@ -26,8 +26,9 @@ from lightning_realloc.generation.loop.asking import call
 class ToolEnvironment(MessageEnvironment):
     """Environment that answers tool calls; a turn without calls ends the episode.
 
-    Unknown tools, wrong arguments, exceptions and time-outs are answers to the model, ``{"error": ...}``. A result that
-    is no text becomes JSON. ``async`` tools of a turn run at the same time, plain ones one after another in threads.
+    Unknown tools, wrong arguments, exceptions and time-outs are answers to the model, ``{"error": ...}``. It is shown a
+    result that is a Pillow image, or a list of images, texts and parts of messages; another one that is no text becomes
+    JSON. ``async`` tools of a turn run at the same time, plain ones one after another in threads.
 
     Args:
         tools: Functions with annotations and docstrings, their import paths, or `Tool` objects. All samples share the
@@ -143,7 +144,7 @@ class AddedTools(MessageEnvironment):
         rest = {name: value for name, value in message.items() if name != "tool_calls"}
         seen = {**rest, "tool_calls": for_inner} if for_inner else rest
         result = checked_result(await call(self.inner.step, seen), self.inner)
-        messages = _in_order_of_calls(calls, [*answers, *result.messages])
+        messages = _in_order_of_calls(calls, [*answers, *result.shown_messages])
         return StepResult(messages, reward=result.reward, done=result.done, metrics={**metrics, **result.metrics})
 
     async def get_reward(self) -> float | None:

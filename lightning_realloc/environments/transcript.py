@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,18 +29,27 @@ def transcript(conversation: Mapping[str, Any]) -> str:
             lines.append(f"{_turn(message)} [{_outcome(next(rewards, None), next(seconds, 0.0))}]")
         else:
             name = f" {message['name']}" if message.get("name") else ""
-            lines.append(f"{message['role']}{name}: {message.get('content') or ''}")
+            lines.append(f"{message['role']}{name}: {message_text(message.get('content'))}")
     if conversation["failure"] is not None:
         lines.append(f"failed: {conversation['failure']}")
     return "\n".join(lines)
 
 
 def _turn(message: Message) -> str:
-    thought, content = message.get("reasoning_content"), message.get("content")
+    thought, content = message.get("reasoning_content"), message_text(message.get("content"))
     parts = [f"thinks: {thought.strip()}"] if thought else []
     parts += [f"says: {content}"] if content else []
     parts += [f"calls {call_text(call['function'])}" for call in message.get("tool_calls") or ()]
     return f"{message['role']} " + ", ".join(parts or ["says nothing"])
+
+
+def message_text(content: object) -> str:
+    """Return a message's content; parts that are no text, such as images, as their type."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, Sequence):
+        return "\n".join(str(part.get("text") or f"[{part.get('type')}]") for part in content)
+    return json.dumps(content, ensure_ascii=False)
 
 
 def call_text(function: Mapping[str, Any]) -> str:

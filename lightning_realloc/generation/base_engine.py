@@ -263,14 +263,21 @@ class Engine(ABC):
         """
 
     def _place_extra_inputs(self, samples: Sequence[Sample]) -> None:
-        """Check the further inputs of prompts, and give those with images their positions."""
-        if extras := sorted({name for sample in samples for name in sample.input.extras}):
+        """Check further inputs of prompts and earlier answers, and give those with images their positions."""
+        given = {id(part): part for sample in samples for _, part in sample.inputs if part.extras}
+        if extras := sorted({name for part in given.values() for name in part.extras}):
             self._check_extra_inputs(extras)
             if shown := [sample.input.images for sample in samples if sample.input.images is not None]:
                 shown[0].read_ahead(shown)
-            placed = {id(sample.input): placed_input(self._model, sample.input) for sample in samples}
+            placed = {key: placed_input(self._model, part) for key, part in given.items()}
             for sample in samples:
-                sample.input = placed[id(sample.input)]
+                sample.input = placed.get(id(sample.input), sample.input)
+                sample.answers = [replace(one, input=placed[id(one.input)]) for one in sample.answers]
+
+    def _placed(self, answer: ModelInput) -> ModelInput:
+        """Return an environment's answer that shows images, checked, with positions counted from its first token."""
+        self._check_extra_inputs(sorted(answer.extras))
+        return placed_input(self._model, answer)
 
     def _check_extra_inputs(self, names: Sequence[str]) -> None:
         """Raise for further inputs that the engine does not pass on or the model does not read."""

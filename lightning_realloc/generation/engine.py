@@ -377,6 +377,7 @@ class GenerationEngine(Engine):
             agree=self._agree,
             asks=group is None or group.index == 0,
             waits=self.waits,
+            place=self._placed,
         )
 
     @property

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
+from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.cache.kv_cache import CapturableCache, KVCache, SlotCache
 from lightning_realloc.generation.cache.paged_cache import PagedCache
@@ -114,6 +115,7 @@ def build_conversations(
     agree: Callable[[Sequence[float]], Sequence[float]] | None,
     asks: bool,
     waits: WaitMeter,
+    place: Callable[[ModelInput], ModelInput],
 ) -> Conversations:
     """Return conversations; where samples move, those that ask on the rank where each began. See `Conversations`."""
     kind: Callable[..., Conversations] = partial(Conversations, asks=asks)
@@ -121,7 +123,7 @@ def build_conversations(
         from lightning_realloc.generation.rebalance.home_conversations import HomeConversations
 
         kind = partial(HomeConversations, peers=rebalancer.peers)
-    return kind(environment, settings, vocabulary=vocabulary, clock=clock, agree=agree, waits=waits)
+    return kind(environment, settings, vocabulary=vocabulary, clock=clock, agree=agree, waits=waits, place=place)
 
 
 def check_parts(speculation: object, drafter: object, peers: object, lockstep: object, poll_weights: object) -> None:

@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
-from lightning_realloc.batch.model_input import ModelInput, joined_inputs
+from lightning_realloc.batch.model_input import joined_inputs
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.base_engine import Engine, EngineCall
 from lightning_realloc.generation.core.capabilities import CAPABILITIES, NATIVE_HINTS
@@ -43,6 +43,8 @@ from lightning_realloc.runtime.parallel.tensor_parallel import tensor_parallel_g
 from lightning_realloc.setting_hints import suggest_settings
 
 _log = logging.getLogger(__name__)
+_Extras = Sequence[Mapping[str, Tensor]]
+"""Further inputs of a sequence: those of its prompt, and of each answer that shows images."""
 _ROUNDING = 0.1
 """Share of the logits' standard deviation up to which a difference counts as rounding."""
 
@@ -132,9 +134,8 @@ class HFEngine(Engine):
                 "separately; pass HFEngine(agree=...), which gives all ranks the first one's answers"
             )
         asks = group is None or group.index == 0
-        return Rounds(
-            call.longest_first(), call.requests, call.notifier, waits=self.waits, agree=self._agree, asks=asks
-        )
+        given = call.longest_first(), call.requests, call.notifier
+        return Rounds(*given, waits=self.waits, agree=self._agree, asks=asks, place=self._placed)
 
     def _pads(self, samples: Sequence[Sample]) -> bool:
         """Return whether sequences of different lengths may share a batch; checked once, when there are any.
@@ -143,7 +144,7 @@ class HFEngine(Engine):
         tokens, which padding shifts for long sequences only. And padding may not repeat a token that stands for a
         further input, which is known for images alone.
         """
-        if not placeholder_ids(self._model) and any(sample.input.extras for sample in samples):
+        if not placeholder_ids(self._model) and any(map(_extras_of, samples)):
             return False
         by_length = sorted(samples, key=lambda sample: len(sample.sequence)) if self._may_pad is None else []
         if by_length and len(by_length[0].sequence) < len(by_length[-1].sequence):
@@ -163,12 +164,12 @@ class HFEngine(Engine):
         rows = [
             replace(s, token_ids=[*s.token_ids], logprobs=[*s.logprobs], model_mask=[*s.model_mask]) for s in samples
         ]
-        inputs = [sample.input for sample in samples]
+        inputs = list(map(_extras_of, samples))
         num_steps = self._generate(sequences, inputs, rows, params, stop)
         num_generated = 0
-        for sample, sequence, row in zip(samples, sequences, rows, strict=True):
+        for sample, sequence, row, extras in zip(samples, sequences, rows, inputs, strict=True):
             turn = row.token_ids[len(sample.token_ids) :]
-            sample.grow(turn, self._logprobs(sequence, turn, sample.input, params))
+            sample.grow(turn, self._logprobs(sequence, turn, extras, params))
             sample.finish_reason = row.finish_reason
             num_generated += len(turn)
         bad = [sample.sample_id for sample in samples if not math.isfinite(sum(sample.logprobs))]
@@ -184,7 +185,7 @@ class HFEngine(Engine):
     def _generate(
         self,
         sequences: Sequence[Sequence[int]],
-        inputs: Sequence[ModelInput],
+        inputs: Sequence[_Extras],
         rows: Sequence[Sample],
         params: SamplingParams,
         stop: StopRule,
@@ -210,10 +211,10 @@ class HFEngine(Engine):
         return num_steps
 
     def _logprobs(
-        self, before: Sequence[int], turn: Sequence[int], given: ModelInput, params: SamplingParams
+        self, before: Sequence[int], turn: Sequence[int], extras: _Extras, params: SamplingParams
     ) -> list[float]:
         sequence = [*before, *turn]
-        arguments = _arguments(self._model, [sequence], [given], len(sequence))
+        arguments = _arguments(self._model, [sequence], [extras], len(sequence))
         del arguments["attention_mask"]  # without padding
         logits: Tensor = self._model(**arguments, use_cache=False).logits[0, len(before) - 1 : -1]
         values: list[float] = sampling_logprobs(logits, arguments["input_ids"][0, len(before) :], params).tolist()
@@ -231,12 +232,12 @@ def _in_place_of_own(model: Any, config: GenerationConfig) -> Iterator[None]:
 
 
 @contextmanager
-def _passed_once(model: nn.Module, inputs: Iterable[ModelInput]) -> Iterator[None]:
-    """Give a model the further inputs of prompts with these alone, and not again with each token of a response.
+def _passed_once(model: nn.Module, inputs: Iterable[_Extras]) -> Iterator[None]:
+    """Give a model the further inputs of sequences with these alone, and not again with each token of a response.
 
     Transformers' ``generate`` does so for inputs that it knows.
     """
-    names = {name for given in inputs for name in given.extras}
+    names = {name for parts in inputs for extras in parts for name in extras}
 
     def drop(_module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         is_prompt = named["input_ids"].shape[1] > 1
@@ -262,8 +263,8 @@ def _heeds_padding(model: Any, sample: Sample, *, width: int) -> bool:
     )
     logits: list[Tensor] = []
     for length in (len(sample.sequence), width):
-        arguments = _arguments(model, [sample.sequence], [sample.input], length)
-        with _in_place_of_own(model, config), _passed_once(model, [sample.input]):
+        arguments = _arguments(model, [sample.sequence], [_extras_of(sample)], length)
+        with _in_place_of_own(model, config), _passed_once(model, [_extras_of(sample)]):
             logits.append(torch.cat(model.generate(**arguments).logits).float())
     expected, padded = logits
     if (
@@ -275,18 +276,23 @@ def _heeds_padding(model: Any, sample: Sample, *, width: int) -> bool:
 
 
 def _arguments(
-    model: Any, sequences: Sequence[Sequence[int]], inputs: Sequence[ModelInput], width: int
+    model: Any, sequences: Sequence[Sequence[int]], inputs: Sequence[_Extras], width: int
 ) -> dict[str, Tensor]:
     """Return the arguments with which a model reads sequences on the left of which is padding up to ``width``."""
     device = next(model.parameters()).device
     ids, mask = _padded(sequences, width, placeholder_ids(model))
-    extras = joined_inputs([given.extras for given in inputs])
+    extras = joined_inputs(extras for parts in inputs for extras in parts)
     further = {name: values.to(device) for name, values in present_inputs(model, extras).items()}
     if further and placeholder_ids(model):
         taken = inspect.signature(type(model).forward).parameters
         types = token_types(model, ids).to(device)
         further |= {name: types for name in ("mm_token_type_ids", "token_type_ids") if name in taken}
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device), **further}
+
+
+def _extras_of(sample: Sample) -> _Extras:
+    """Return the further inputs of a sample's prompt and of the environment's answers."""
+    return sample.extras_between(0, sample.position)
 
 
 def _padded(sequences: Sequence[Sequence[int]], width: int, placeholders: Collection[int]) -> tuple[Tensor, Tensor]:

@@ -212,14 +212,17 @@ def test_results_become_text_that_every_tokenizer_reads() -> None:
     assert json.loads(texts[4])["error"].startswith("TypeError: keys must be")
 
 
-def test_content_in_parts_is_joined_and_pictures_are_refused() -> None:
+def test_content_in_parts_is_joined_unless_it_shows_images() -> None:
     words = [{"type": "text", "text": "One "}, {"type": "text", "text": "two."}]
     rows = [{"type": "article", "title": "One"}]
-    results = {"words": words, "picture": [*words, {"type": "image", "image": b""}], "rows": rows, "empty": []}
+    shown = [*words, {"type": "image", "image": b""}]
+    sound = [*words, {"type": "audio", "audio": b""}]
+    results = {"words": words, "picture": shown, "rows": rows, "empty": [], "sound": sound}
     tools = [tool(name, lambda found=found: found) for name, found in results.items()]
     made = contents(run(ToolEnvironment(tools).step(turn(*(call(name, {}) for name in results)))))
     assert made[0] == "One two." and json.loads(made[2]) == rows and made[3] == "[]"
-    assert json.loads(made[1]) == {"error": "content has parts of type image; the model reads text alone"}
+    assert made[1] == shown
+    assert json.loads(made[4]) == {"error": "content has parts of type audio; only texts can be read there"}
 
 
 def test_long_answers_are_cut_off_and_say_so() -> None:

@@ -38,9 +38,10 @@ FEW += [("qwen2_5_vl", "drafts"), ("qwen3_vl", "few slots"), ("gemma3", "pages t
 def expected_response(family: str, model: nn.Module, given: ModelInput, most: int) -> list[int]:
     """Return the greedy response by ``generate``, which may not draw tokens that stand for images."""
     generate: Any = model.generate
+    whole = torch.ones(1, len(given.token_ids), dtype=torch.int64)  # by default, padding in a response is left out
     made = generate(
-        **forward_arguments(family, given.token_ids, given.extras), max_new_tokens=most, do_sample=False,
-        suppress_tokens=[IMAGE, VIDEO],
+        **forward_arguments(family, given.token_ids, given.extras), attention_mask=whole, max_new_tokens=most,
+        do_sample=False, suppress_tokens=[IMAGE, VIDEO],
     )  # fmt: skip
     response: list[int] = made[0, len(given.token_ids) :].tolist()
     return response

@@ -202,7 +202,7 @@ def test_a_stop_string_of_an_earlier_turn_does_not_end_the_next() -> None:
 
     assert ends("xa") == [False, True]
     sample.finish_reason = None
-    sample.extend(tokenizer.encode("bbab"))
+    sample.extend(ModelInput(tuple(tokenizer.encode("bbab"))))
     assert ends("qxbq") == [False, False, False, True]  # "bq" across the end of the answer does not count
 
 

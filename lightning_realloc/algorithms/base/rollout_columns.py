@@ -16,12 +16,14 @@ from transformers import PreTrainedTokenizerBase
 from lightning_realloc.batch.json_column import json_values
 from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.batch.samples import (
+    ANSWER_INPUTS,
     EXTRA_INPUT,
     PROMPT_KEY,
     TOKEN_AGES,
     Column,
     Ragged,
     Samples,
+    answer_column,
     extra_inputs,
     model_inputs,
 )
@@ -236,9 +238,10 @@ def dialogue_columns(completions: Sequence[Completion]) -> Mapping[str, Column]:
     """Return the columns of B conversations.
 
     ``model_mask`` ragged bool: True for tokens that the model sampled; ``num_model_tokens`` and ``num_turns`` (B,)
-    int64 of the model.
+    int64 of the model; images of the environment's answers.
     """
     return {
+        ANSWER_INPUTS: answer_column(completion.answers for completion in completions),
         "model_mask": Ragged.from_list([c.model_mask for c in completions], dtype=torch.bool),
         "num_model_tokens": torch.tensor([sum(c.model_mask) for c in completions], dtype=torch.int64),
         "num_turns": torch.tensor([_num_turns(c.model_mask) for c in completions], dtype=torch.int64),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.base.rollout_columns import Dialogue, RowEnvironment
@@ -20,17 +22,21 @@ from lightning_realloc.algorithms.rollout.token_environment import (
 )
 from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.batch.samples import Column, Ragged, Samples
+from lightning_realloc.data.images.sample_images import ImageProcessor, ProcessorOfTokenizer
+from lightning_realloc.data.row_tables import RowTables
 from lightning_realloc.environments.environment_factory import EnvironmentFactory, is_message_source
 from lightning_realloc.environments.episode import EpisodeOptions
 from lightning_realloc.environments.episodes import Episodes
 from lightning_realloc.environments.partner import PartnerSettings, Voice
 from lightning_realloc.environments.turns.chat_turns import ChatTurns
 from lightning_realloc.environments.turns.turn_parser import Parser, TurnParser
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, DataError
 from lightning_realloc.generation import Completion, Conversation, Engine, Environment, SamplingParams
 from lightning_realloc.generation.partners import PartnerQueue
 from lightning_realloc.rewards.functions import RewardFunctions
+from lightning_realloc.runtime.model.image_inputs import placeholder_ids
 
+FindProcessor: TypeAlias = Callable[[], ImageProcessor | None]
 T = TypeVar("T")
 ToolSource: TypeAlias = str | Callable[..., Any]
 """A function with annotations and a docstring that the model may call, or its import path."""
@@ -114,23 +120,22 @@ class Dialogues(ABC):
         self,
         tokenizer: PreTrainedTokenizerBase,
         stop_token_ids: Collection[int],
-        template: Mapping[str, Any],
+        data: object,
         speakers: Mapping[str, Speaker],
+        find_processor: FindProcessor,
     ) -> None:
         """Check, once the actor is there, that the environment can be used.
 
         Args:
             tokenizer: The actor's.
             stop_token_ids: Tokens that end a turn of the actor.
-            template: Settings of the chat template.
+            data: Data module, whose rows are checked and whose settings chat templates get; None: none.
             speakers: Role -> tokenizer and ends of turns, of models that environments talk to and that have their own.
+            find_processor: Returns the actor's processor of images; None for a model of text.
 
         Raises:
             ConfigError: if it cannot be used.
         """
-
-    def check_rows(self, columns: Mapping[str, Sequence[object]]) -> None:  # noqa: B027
-        """Raise ConfigError for columns of the data that the environment cannot use."""
 
     @abstractmethod
     def make(self, engine: Engine, prompts: Samples, sampling: SamplingParams, *, continues: bool) -> Dialogue:
@@ -162,8 +167,9 @@ class TokenDialogues(Dialogues):
         self,
         tokenizer: PreTrainedTokenizerBase,
         stop_token_ids: Collection[int],
-        template: Mapping[str, Any],
+        data: object,
         speakers: Mapping[str, Speaker],
+        find_processor: FindProcessor,
     ) -> None:
         self._tokenizer = tokenizer
 
@@ -206,8 +212,9 @@ class EpisodeDialogues(Dialogues):
         self,
         tokenizer: PreTrainedTokenizerBase,
         stop_token_ids: Collection[int],
-        template: Mapping[str, Any],
+        data: object,
         speakers: Mapping[str, Speaker],
+        find_processor: FindProcessor,
     ) -> None:
         parser = TurnParser(tokenizer, self._parser)
         stops = frozenset(stop_token_ids)
@@ -215,15 +222,17 @@ class EpisodeDialogues(Dialogues):
         voices = {name: own.get(role) or Voice(role, parser, stops) for name, role in self._partners.items()}
         self._queue = self._queue or PartnerQueue()  # one for episodes that go on, too
         partners = PartnerSettings(voices, self._queue) if voices else None
-        options = EpisodeOptions(self.factory, tokenizer, stops, template, parser, self.bounds, partners)
+        template = getattr(data, "chat_template_kwargs", {})
+        options = EpisodeOptions(
+            self.factory, tokenizer, stops, template, parser, self.bounds, partners, find_processor
+        )
         schemas = [tool.schema for tool in self.factory.tools]
         chat, _ = options.chat({})
         chat.check(schemas)
         parser.check(schemas, chat.shown_call(schemas) if schemas else ())
+        for table in getattr(data, "tables", {}).values():
+            self.factory.check_rows(table.data)
         self._options = options
-
-    def check_rows(self, columns: Mapping[str, Sequence[object]]) -> None:
-        self.factory.check_rows(columns)
 
     @property
     def parser(self) -> TurnParser:
@@ -245,6 +254,26 @@ class EpisodeDialogues(Dialogues):
             self._options.partners.queue.close()
         if self._continued is not None:
             self._continued.close()
+
+
+def processor_finder(actor: nn.Module, tokenizer: PreTrainedTokenizerBase, data: object) -> FindProcessor:
+    """Return a function that returns the actor's processor of images, or None for a model of text.
+
+    The processor is the data module's, else that of the tokenizer. It is loaded here: ranks that only train read images
+    of answers, too. An error is left to the function: environments of a run may show no images.
+    """
+    if not placeholder_ids(actor):
+        return lambda: None
+    of_tokenizer = ProcessorOfTokenizer({})
+
+    def find() -> ImageProcessor | None:
+        if isinstance(data, RowTables):
+            return data.image_processor
+        return of_tokenizer.find(tokenizer, None)
+
+    with suppress(DataError):
+        find()
+    return find
 
 
 def _voice(role: str, speaker: Speaker) -> Voice:

@@ -22,15 +22,18 @@ from lightning_realloc.algorithms.base.rollout_columns import (
 from lightning_realloc.algorithms.losses.functional import sequence_sums
 from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.batch.samples import (
+    ANSWER_INPUTS,
     EXTRA_INPUT,
     Divided,
     Ragged,
     Samples,
+    answer_column,
+    answer_inputs,
     model_inputs,
     samples_from_state,
     samples_state,
 )
-from lightning_realloc.errors import DataError
+from lightning_realloc.errors import CheckpointError, DataError
 from lightning_realloc.generation import Completion, Engine, RolloutBudget, SamplingParams
 
 _UNFINISHED = FINISH_REASONS.index("unfinished")
@@ -74,8 +77,32 @@ class PartialRollouts:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> PartialRollouts:
-        """Restore the result of :meth:`state`."""
-        return cls(samples_from_state(state["prompts"]), samples_from_state(state["responses"]))
+        """Restore the result of :meth:`state`, also of a version without images in environments' answers."""
+        responses = samples_from_state(state["responses"])
+        if "model_mask" in responses and ANSWER_INPUTS not in responses:
+            responses = responses.with_columns(**{ANSWER_INPUTS: answer_column([()] * len(responses))})
+        return cls(samples_from_state(state["prompts"]), responses)
+
+    def check(self, num_responses: int, wanted: int, *, has_environment: bool) -> None:
+        """Raise CheckpointError if a run with groups of ``wanted`` responses cannot continue these.
+
+        Args:
+            num_responses: Number of responses in each group of the run that saved them.
+            has_environment: Whether the run has an environment.
+        """
+        said = f"the {len(self.responses)} responses that go on from the checkpoint began"
+        if num_responses != wanted:
+            raise CheckpointError(
+                f"{said} with sampling.n={num_responses}, and this run has sampling.n={wanted}; resume with "
+                f"n={num_responses}, or leave rollout_budget out to drop them"
+            )
+        talked = "model_mask" in self.responses
+        if talked != has_environment:
+            raise CheckpointError(
+                f"{said} {'with' if talked else 'without'} an environment, and this run has "
+                f"{'one' if has_environment else 'none'}; resume with the environment of the run that saved it, or "
+                f"leave rollout_budget out to drop them"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,12 +263,13 @@ def _completions(samples: Samples) -> list[Completion]:
     columns = (
         samples.ids.tolist(), model_inputs(samples), responses,
         samples.ragged("behaviour_logprobs").to_lists(), masks, samples.ragged("versions").to_lists(),
+        answer_inputs(samples),
     )  # fmt: skip
     return [
         Completion(
             sample_id=sample_id, prompt_index=0, token_ids=tuple(tokens), logprobs=tuple(map(float, logprobs)),
             finish_reason="unfinished", model_mask=tuple(map(bool, chosen)), versions=tuple(versions),
-            input=prompt,
+            input=prompt, answers=answers,
         )
-        for sample_id, prompt, tokens, logprobs, chosen, versions in zip(*columns, strict=True)
+        for sample_id, prompt, tokens, logprobs, chosen, versions, answers in zip(*columns, strict=True)
     ]  # fmt: skip

@@ -16,7 +16,12 @@ from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.algorithms.base.rollout_columns import Dialogue, environment_failed, sample_responses
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, averaged_loss
 from lightning_realloc.algorithms.rollout.accuracy import Accuracy
-from lightning_realloc.algorithms.rollout.dialogues import EpisodeDialogues, ToolSource, dialogues_of
+from lightning_realloc.algorithms.rollout.dialogues import (
+    EpisodeDialogues,
+    ToolSource,
+    dialogues_of,
+    processor_finder,
+)
 from lightning_realloc.algorithms.rollout.partial_rollouts import BudgetedRollout, PartialRollouts
 from lightning_realloc.algorithms.rollout.partner_roles import (
     PartnerRoles,
@@ -33,7 +38,7 @@ from lightning_realloc.batch.samples import Divided, Samples
 from lightning_realloc.batch.training import Totals
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.environments.turns.turn_parser import PARTS, Parser, Part, TurnParser
-from lightning_realloc.errors import CheckpointError, ConfigError, DataError, GenerationError
+from lightning_realloc.errors import ConfigError, DataError, GenerationError
 from lightning_realloc.generation import Conversation, Engine, SamplingParams
 from lightning_realloc.generation.core.model_config import penalties_of
 from lightning_realloc.rewards.failure_rule import GIVE_UP_AFTER
@@ -128,11 +133,9 @@ class PolicyModule(MultiModelModule):
         super().configure_model()
         if self._dialogues is not None:
             data = None if self._trainer is None else getattr(self.trainer, "datamodule", None)
-            template = getattr(data, "chat_template_kwargs", {})
             speakers = self._partners.speakers(self.models(), lambda: self.tokenizer)
-            self._dialogues.prepare(self.tokenizer, self._stop_token_ids(), template, speakers)
-            for table in getattr(data, "tables", {}).values():
-                self._dialogues.check_rows(table.data)
+            find_processor = processor_finder(self.models()["actor"], self.tokenizer, data)
+            self._dialogues.prepare(self.tokenizer, self._stop_token_ids(), data, speakers, find_processor)
         self._parts = self._part_columns()
         unfollowed = penalties_of(self.models()["actor"], self.sampling) if new else {}
         if unfollowed:
@@ -370,8 +373,7 @@ class PolicyModule(MultiModelModule):
 
         Raises:
             CheckpointError: for responses with an environment in a run without one, or the reverse; and for groups of
-                another
-                size.
+                another size.
         """
         state = checkpoint.get(_CHECKPOINT_KEY)
         if state is None:
@@ -384,17 +386,5 @@ class PolicyModule(MultiModelModule):
             )
             return
         num_responses = state.get("num_responses", self.sampling.n)
-        if num_responses != self.sampling.n:
-            raise CheckpointError(
-                f"the {len(carried.responses)} responses that go on from the checkpoint began with "
-                f"sampling.n={num_responses}, and this run has sampling.n={self.sampling.n}; resume with "
-                f"n={num_responses}, or leave rollout_budget out to drop them"
-            )
-        talked, talks = "model_mask" in carried.responses, self._dialogues is not None
-        if talked != talks:
-            raise CheckpointError(
-                f"the {len(carried.responses)} responses that go on from the checkpoint began "
-                f"{'with' if talked else 'without'} an environment, and this run has {'one' if talks else 'none'}; "
-                f"resume with the environment of the run that saved it, or leave rollout_budget out to drop them"
-            )
+        carried.check(num_responses, self.sampling.n, has_environment=self._dialogues is not None)
         self._carried = carried

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -82,23 +83,23 @@ def _opaque(image: Image, longest: int) -> Image:
     return small
 
 
-def row_images(column: Sequence[object]) -> RowImages | None:
-    """Return the thumbnails of a column of data; None if it holds something else than images.
+def row_images(column: Sequence[Sequence[object]]) -> RowImages | None:
+    """Return the thumbnails of samples, each with groups of images; None if some group holds something else.
 
-    Samples with equal images share files.
+    Equal groups share files.
     """
-    if not column or not all(isinstance(images, KeyedImages) for images in column):
+    if not all(isinstance(images, KeyedImages) for groups in column for images in groups) or not any(column):
         return None
     names: list[tuple[str, ...]] = []
     files: dict[str, bytes] = {}
-    for images in column:
-        assert isinstance(images, KeyedImages)
-        own = [f"{images.key:016x}-{index}.jpg" for index in range(min(len(images), MAX_IMAGES_PER_SAMPLE))]
-        for index, name in enumerate(own):
+    for groups in column:
+        shown = [
+            (images, index) for images in groups if isinstance(images, KeyedImages) for index in range(len(images))
+        ]
+        own = [(f"{images.key:016x}-{index}.jpg", images, index) for images, index in shown[:MAX_IMAGES_PER_SAMPLE]]
+        for name, images, index in own:
             if name not in files:
-                try:
+                with suppress(*_UNREADABLE):  # training reports it, and the table goes on without it
                     files[name] = thumbnail(images[index])
-                except _UNREADABLE:
-                    continue  # training reports it, and the table goes on without it
-        names.append(tuple(own))
+        names.append(tuple(name for name, *_ in own))
     return RowImages(tuple(names), files)

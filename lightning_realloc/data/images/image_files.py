@@ -75,17 +75,29 @@ class ImageFile(StoredObject):
                 than ``MAX_PIXELS``, several frames, or more than eight bits for a channel.
         """
         source, key = _located(value, place, folder)
-        image = source if _is_image(source) else _opened(source, place)
+        image = source if is_pillow_image(source) else _opened(source, place)
         _check_header(image, source, place)
         width, height = image.size
         if _is_turned(image, source, place):
             width, height = height, width
-        if not _is_image(source):
+        if not is_pillow_image(source):
             _check_end(source, image.format, place)
         try:
             return cls(source, place, width, height, _key(source) if key is None else key)
         except Exception as error:  # Pillow's images may be closed, or decode their file here
             raise _damaged(source, place, error) from error
+
+    @classmethod
+    def copy_of(cls, value: object, place: str) -> ImageFile:
+        """Return the same as `read` with bytes of its own, whatever becomes of the file or the object afterwards."""
+        found = cls.read(value, place)
+        if isinstance(found.source, bytes):
+            return found
+        if isinstance(found.source, Path):
+            return cls.read(found.source.read_bytes(), place)
+        stream = BytesIO()
+        found.open().save(stream, "PNG")
+        return cls.read(stream.getvalue(), place)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -100,7 +112,7 @@ class ImageFile(StoredObject):
         """
         from PIL import ImageOps
 
-        image = self.source if _is_image(self.source) else _opened(self.source, self.place)
+        image = self.source if is_pillow_image(self.source) else _opened(self.source, self.place)
         try:
             upright: Image = ImageOps.exif_transpose(image).convert("RGB")
         except Exception as error:  # damaged files raise errors of any class
@@ -159,7 +171,7 @@ def _located(value: object, place: str, folder: Path | None) -> tuple[Any, int |
         return path, _digest(f"{path} {os.path.getsize(path)}".encode())
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value), None
-    if _is_image(value) or callable(value):
+    if is_pillow_image(value) or callable(value):
         return value, None
     raise DataError(
         f"{place}: an image is a path, bytes, an image of Pillow or a mapping with 'bytes' or 'path'; got a "
@@ -306,7 +318,7 @@ def _bytes_of(source: bytes | Callable[[], bytes]) -> bytes:
 
 def _encoded(source: Any) -> bytes:
     """Return bytes of an image that is not in a file of its own; those of an image of Pillow lose nothing."""
-    if not _is_image(source):
+    if not is_pillow_image(source):
         return _bytes_of(source)
     stream = BytesIO()
     source.save(stream, "PNG" if source.mode in _PNG_MODES else "TIFF")
@@ -314,7 +326,7 @@ def _encoded(source: Any) -> bytes:
 
 
 def _key(source: Any) -> int:
-    if _is_image(source):
+    if is_pillow_image(source):
         return _digest(f"{source.mode} {source.size} ".encode() + source.tobytes())
     return _digest(_bytes_of(source))
 
@@ -323,7 +335,8 @@ def _digest(content: bytes) -> int:
     return int.from_bytes(blake2b(content, digest_size=8).digest(), "little")
 
 
-def _is_image(value: object) -> bool:
+def is_pillow_image(value: object) -> bool:
+    """Return whether an object is an image of Pillow. Imports nothing."""
     return hasattr(value, "convert") and hasattr(value, "getexif")
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,8 @@ def readable_rows(
         values: Mapping[str, Any] = row.values
         if processor is not None:
             if has_images(values, message_columns):
-                shown = with_images(values, message_columns, row.place, processor, folder=folder)
+                read_file = partial(ImageFile.read, folder=folder)
+                shown = with_images(values, message_columns, row.place, processor, read=read_file)
             else:
                 opened = _with_message(values, message_columns) if as_messages else values
                 shown = {**opened, IMAGES: SampleImages((), processor)}
@@ -61,7 +63,7 @@ def has_images(values: Mapping[str, Any], message_columns: Collection[str]) -> b
     if any(_listed(values.get(name)) for name in IMAGE_COLUMNS):
         return True
     conversations = (values[name] for name in message_columns if is_conversation(values.get(name)))
-    return any(_is_image_part(part) for messages in conversations for _, part in _parts(messages))
+    return any(is_image_part(part) for messages in conversations for _, part in _parts(messages))
 
 
 def with_images(
@@ -70,7 +72,7 @@ def with_images(
     place: str,
     processor: ImageProcessor,
     *,
-    folder: Path | None = None,
+    read: Callable[[object, str], ImageFile] = ImageFile.read,
 ) -> dict[str, Any]:
     """Return the columns of a row, with its images in the column ``images`` and in its messages.
 
@@ -80,12 +82,12 @@ def with_images(
     Args:
         message_columns: Columns that may hold messages.
         place: Location of the row, for error messages.
-        folder: Folder of relative paths.
+        read: Returns the image that a value names at a place.
 
     Raises:
         DataError: for images that cannot be used, and for other numbers of images than of parts.
     """
-    shown, given, places, files = _found_images(values, message_columns, place, folder)
+    shown, given, places, files = _found_images(values, message_columns, place, read)
     return {**shown, **_with_parts(given, places, files, processor, place), IMAGES: SampleImages(files, processor)}
 
 
@@ -95,12 +97,16 @@ def image_sizes(
     """Return width and height of a row's images, from their headers. Raises DataError as :func:`with_images`."""
     if not has_images(values, message_columns):
         return ()
-    *_, files = _found_images(values, message_columns, place, folder)
+    read_file = partial(ImageFile.read, folder=folder)
+    *_, files = _found_images(values, message_columns, place, read_file)
     return tuple(file.size for file in files)
 
 
 def _found_images(
-    values: Mapping[str, Any], message_columns: Collection[str], place: str, folder: Path | None
+    values: Mapping[str, Any],
+    message_columns: Collection[str],
+    place: str,
+    read: Callable[[object, str], ImageFile],
 ) -> tuple[dict[str, Any], dict[str, list[Message]], dict[str, list[Any]], list[ImageFile]]:
     """Return the columns of a row with images, its conversations, the images that their parts name, and all images."""
     both = [name for name in IMAGE_COLUMNS if _listed(values.get(name))]
@@ -120,7 +126,7 @@ def _found_images(
         if name == "prompt" and any(other in given for other in _CONTINUING):
             continue
         whole = of_prompt + own if name in _CONTINUING else own
-        found = _files(whole, listed, place, folder)
+        found = _files(whole, listed, place, read)
         if files is not None and found != files:
             raise DataError(f"{place}: chosen and rejected show other images; both need the same ones")
         files = found
@@ -129,6 +135,29 @@ def _found_images(
             f"{place} has images, and no message that shows them; give the text as messages with roles and contents"
         )
     return shown, given, places, files
+
+
+def with_placed_images(messages: Sequence[Message], images: Sequence[Any], place: str) -> list[Message]:
+    """Return messages whose image parts without an image hold one of ``images`` each, in order.
+
+    If messages have no image parts, images come before the text of the first one. Without messages, one of the user
+    shows them.
+
+    Raises:
+        DataError: for other numbers of images than of such parts.
+    """
+    opened = list(messages)
+    if images and not _places(opened):
+        first, *rest = opened or [{"role": "user", "content": ""}]
+        opened = [_opened(first, len(images)), *rest]
+    _check_number(_places(opened), images, place)
+    left = iter(images)
+    return [_filled(message, left) for message in opened]
+
+
+def is_image_part(part: object) -> bool:
+    """Return whether a part of a message shows an image."""
+    return isinstance(part, Mapping) and part_type(part) in _IMAGE_PARTS
 
 
 def check_whole_images(row: Row, ids: Sequence[int]) -> None:
@@ -171,13 +200,9 @@ def _parts(messages: Sequence[Message]) -> Iterator[tuple[Message, Any]]:
             yield from ((message, part) for part in message["content"])
 
 
-def _is_image_part(part: object) -> bool:
-    return isinstance(part, Mapping) and part_type(part) in _IMAGE_PARTS
-
-
 def _places(messages: Sequence[Message]) -> list[Any]:
     """Return the image that each image part of messages names, None for one of the columns."""
-    return [_named(part) for _, part in _parts(messages) if _is_image_part(part)]
+    return [_named(part) for _, part in _parts(messages) if is_image_part(part)]
 
 
 def _named(part: Mapping[str, Any]) -> Any:
@@ -205,22 +230,44 @@ def _opened_by(count: int, messages: list[Message], place: str) -> list[Message]
     first = next((turn for turn, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
         raise DataError(f"{place} has images, and no message of the user that could show them; add one")
-    content = messages[first]["content"]
+    return [*messages[:first], _opened(messages[first], count), *messages[first + 1 :]]
+
+
+def _opened(message: Message, count: int) -> Message:
+    """Return a message with parts for images before its text."""
+    content = message.get("content") or []
     texts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    opened = {**messages[first], "content": [*({"type": "image"} for _ in range(count)), *texts]}
-    return [*messages[:first], opened, *messages[first + 1 :]]
+    return {**message, "content": [*({"type": "image"} for _ in range(count)), *texts]}
 
 
-def _files(named: Sequence[Any], listed: Sequence[Any], place: str, folder: Path | None) -> list[ImageFile]:
-    """Return the images that parts show, those without a name in the order of the column."""
+def _filled(message: Message, left: Iterator[Any]) -> Message:
+    """Return a message with the next images in its image parts without one."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    is_open = [is_image_part(part) and _named(part) is None for part in content]
+    parts = [
+        {"type": "image", "image": next(left)} if wants else part for part, wants in zip(content, is_open, strict=True)
+    ]
+    return {**message, "content": parts}
+
+
+def _check_number(named: Sequence[Any], listed: Sequence[Any], place: str) -> None:
     num_open = sum(value is None for value in named)
     if num_open != len(listed):
         raise DataError(
-            f"{place}: its messages have {num_open} parts of type 'image' without an image, and its column has "
+            f"{place}: its messages have {num_open} parts of type 'image' without an image, and there are "
             f"{len(listed)} images; write a part for each, or none at all to show them before the first text"
         )
+
+
+def _files(
+    named: Sequence[Any], listed: Sequence[Any], place: str, read: Callable[[object, str], ImageFile]
+) -> list[ImageFile]:
+    """Return the images that parts show, those without a name in the order of the column."""
+    _check_number(named, listed, place)
     left = iter(listed)
-    return [ImageFile.read(next(left) if value is None else value, place, folder=folder) for value in named]
+    return [read(next(left) if value is None else value, place) for value in named]
 
 
 def _with_parts(
@@ -255,7 +302,7 @@ def _shown_message(message: Message, shown: Iterator[ShownImage], place: str) ->
         return message
     parts: list[Mapping[str, Any]] = []
     for part in content:
-        if _is_image_part(part):
+        if is_image_part(part):
             parts.append({"type": "image", "image": next(shown)})
         elif is_text_part(part):
             parts.append({"type": "text", "text": part["text"]})

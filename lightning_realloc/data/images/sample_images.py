@@ -17,8 +17,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast, overload
 from torch import Tensor
 from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
 
+from lightning_realloc.batch.model_input import ModelInput, prompt_digest
 from lightning_realloc.batch.prompt_images import PromptImages
+from lightning_realloc.batch.stored_objects import StoredObject
+from lightning_realloc.data.chat import Message
 from lightning_realloc.data.images.image_files import ImageFile
+from lightning_realloc.data.shown_images import shown_images
 from lightning_realloc.data.tokenizers import describe_load_error
 from lightning_realloc.errors import DataError
 from lightning_realloc.remote_path import expand_home
@@ -335,24 +339,48 @@ class SampleImages(Sequence["Image"], PromptImages):
     @property
     def inputs(self) -> Mapping[str, Tensor]:
         """Further inputs of the model, each (rows, ...) and on the host; pixel values are made when they are read."""
-        return _Inputs(self) if self.files else {}
+        return ImageInputs(self) if self.files else {}
 
 
-class _Inputs(Mapping[str, Tensor]):
-    """Further inputs of a model, of which those that depend on pixels are made when they are read."""
+def shown_input(
+    token_ids: Sequence[int], messages: Sequence[Message], find_processor: Callable[[], ImageProcessor | None]
+) -> ModelInput:
+    """Return tokens of messages as the model reads them, with the images that the messages show."""
+    files: list[Any] = [image.file for image in shown_images(messages)]
+    if not files:
+        return ModelInput(tuple(token_ids))
+    images = SampleImages(files, find_processor())
+    return ModelInput(tuple(token_ids), images.inputs, prompt_digest(token_ids, {}, of_inputs=images.key))
+
+
+class ImageInputs(Mapping[str, Tensor], StoredObject):
+    """Further inputs of a model, of which those that depend on pixels are made when they are read.
+
+    Messages and checkpoints hold the images.
+    """
 
     def __init__(self, images: SampleImages) -> None:
-        self._images = images
+        self.images = images
+        """The images that they are made of."""
         self._known = images.placeholders
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._known.shapes:
             raise KeyError(name)
         known = self._known.inputs.get(name)
-        return self._images.processor.inputs(self._images)[name] if known is None else known
+        return self.images.processor.inputs(self.images)[name] if known is None else known
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._known.shapes)
+
+    def state(self) -> dict[str, Any]:
+        """Return plain data."""
+        return self.images.state()
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> ImageInputs:
+        """Restore the result of :meth:`state`."""
+        return cls(SampleImages.from_state(state))
 
     def __len__(self) -> int:
         return len(self._known.shapes)

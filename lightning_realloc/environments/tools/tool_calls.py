@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_realloc.data.chat import Message
+from lightning_realloc.data.images.image_files import is_pillow_image
+from lightning_realloc.data.images.row_images import is_image_part
 from lightning_realloc.environments.tools.arguments import CallError, arguments_of
 from lightning_realloc.environments.tools.tool import Tool
 from lightning_realloc.generation.loop.asking import call, stopwatch, time_limit
@@ -88,7 +90,7 @@ class ToolRunner:
         elapsed_s = stopwatch()
         error = None
         try:
-            content = self._cut(text_of(await self._result(name, arguments)))
+            content: str | list[Any] = self._content(await self._result(name, arguments))
         except CallError as problem:
             error = str(problem)
         except BaseException as problem:  # also SystemExit, which would end the event loop
@@ -120,11 +122,46 @@ class ToolRunner:
             self.has_abandoned = True
             raise CallError(f"{name} did not answer within {deadline_s:g} seconds") from None
 
-    def _cut(self, text: str) -> str:
-        most = self._max_characters
+    def _content(self, result: object) -> str | list[Any]:
+        """Return a tool's result as the content of a message: text, or parts if it shows images."""
+        parts = shown_parts(result)
+        if parts is None:
+            return self._cut(text_of(result))
+        left = self._max_characters
+        for place, part in enumerate(parts):
+            if not is_image_part(part):
+                parts[place] = {"type": "text", "text": self._cut(part["text"], left)}
+                left = max(0, left - len(part["text"]))
+        return parts
+
+    def _cut(self, text: str, most: int | None = None) -> str:
+        most = self._max_characters if most is None else most
         if len(text) <= most:
             return text
         return f"{text[:most]}\n[cut off here: these are the first {most} of {len(text)} characters]"
+
+
+def shown_parts(result: object) -> list[Any] | None:
+    """Return a tool's result that shows images as parts of a message; None for one that shows none.
+
+    An image of Pillow is shown. So are those in a list of images, texts, and parts as OpenAI and TRL have them; other
+    elements become text as by `text_of`.
+
+    Raises:
+        CallError: for parts other than texts and images.
+    """
+    listed = list(result) if isinstance(result, list | tuple) else [result]
+    is_shown = [is_pillow_image(one) or (_is_part(one) and is_image_part(one)) for one in listed]
+    if not any(is_shown):
+        return None
+    return [
+        (one if _is_part(one) else {"type": "image", "image": one}) if shown else {"type": "text", "text": _text(one)}
+        for one, shown in zip(listed, is_shown, strict=True)
+    ]
+
+
+def _text(one: object) -> str:
+    return text_of([one] if _is_part(one) else one)
 
 
 def text_of(result: object) -> str:
@@ -133,7 +170,7 @@ def text_of(result: object) -> str:
     Content in parts is joined, as chat templates do. Lone surrogates, which no tokenizer reads, become question marks.
 
     Raises:
-        CallError: for parts other than text, such as images.
+        CallError: for parts other than text, such as sounds.
     """
     if (parts := content_parts(result)) is not None:
         text = "".join(parts)
@@ -146,13 +183,13 @@ def content_parts(content: object) -> list[str] | None:
     """Return the texts of ``[{"type": "text", "text": ...}, ...]``; None for what is not content in parts.
 
     Raises:
-        CallError: for parts other than text, such as images.
+        CallError: for parts other than text, such as sounds.
     """
     if not isinstance(content, list) or not content or not all(map(_is_part, content)):
         return None
     others = sorted({part["type"] for part in content} - {"text"})
     if others:
-        raise CallError(f"content has parts of type {', '.join(others)}; the model reads text alone")
+        raise CallError(f"content has parts of type {', '.join(others)}; only texts can be read there")
     return [str(part["text"]) for part in content]
 
 

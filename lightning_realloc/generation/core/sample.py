@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from lightning_realloc.batch.model_input import ModelInput
+from lightning_realloc.batch.model_input import AnswerInput, ModelInput, positions_between, prompt_digest
 from lightning_realloc.errors import GenerationError
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ class Completion:
     """The prompt, and the model's further inputs."""
     error: str | None = None
     """Message of the environment's failure; None if there was none."""
+    answers: tuple[AnswerInput, ...] = ()
+    """Answers of the environment that show images."""
     experts: Tensor | None = field(default=None, compare=False, repr=False)
     """(N, layers * chosen) experts of the tokens that the model has read, all of prompt and response but
     the last one; those of the first layer come first. None unless the engine records them."""
@@ -85,6 +87,8 @@ class Sample:
     """Experts of the positions that were read at the end of the latest turn; see `Completion`."""
     max_turn_tokens: int | None = None
     """Most tokens of a turn of the model; None: as many as the response."""
+    answers: list[AnswerInput] = field(default_factory=list)
+    """Answers of the environment that show images."""
 
     def __post_init__(self) -> None:
         if self.prompt_index < 0:
@@ -140,8 +144,11 @@ class Sample:
         self.position += len(tokens)
         self.num_read = self.position
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Add an environment's tokens and begin the model's next turn."""
+    def extend(self, answer: ModelInput) -> None:
+        """Add an environment's answer and begin the model's next turn."""
+        tokens = answer.token_ids
+        if answer.extras:
+            self.answers.append(AnswerInput(len(self.token_ids), answer))
         self.token_ids.extend(tokens)
         self.logprobs.extend([0.0] * len(tokens))
         self.model_mask.extend([False] * len(tokens))
@@ -155,7 +162,34 @@ class Sample:
         self.token_ids, self.logprobs, self.model_mask = other.token_ids, other.logprobs, other.model_mask
         self.last_token, self.position, self.num_read = other.last_token, other.position, other.num_read
         self.turn, self.turn_begin = other.turn, other.turn_begin
-        self.finish_reason, self.error, self.experts = other.finish_reason, other.error, other.experts
+        self.answers, self.experts = other.answers, other.experts
+        self.finish_reason, self.error = other.finish_reason, other.error
+
+    @property
+    def inputs(self) -> list[tuple[int, ModelInput]]:
+        """The prompt and the answers that show images, with the place of each one's first token in the sequence."""
+        length = len(self.prompt)
+        return [(0, self.input), *((length + each.begin, each.input) for each in self.answers)]
+
+    def extras_between(self, begin: int, end: int) -> list[Mapping[str, Tensor]]:
+        """Return the further inputs of the prompt and of each answer that begins at these places of the sequence."""
+        return [part.extras for place, part in self.inputs if begin <= place < end and part.extras]
+
+    def positions_between(self, begin: int, end: int) -> Tensor | None:
+        """Return the model's positions (3, end - begin) of the tokens at these places; None: their places."""
+        return positions_between(self.inputs, begin, end)
+
+    @property
+    def shift(self) -> int:
+        """What the model's position of a token after the sequence is more than its place."""
+        return self.input.shift + sum(each.input.shift for each in self.answers)
+
+    def context_key(self, num_answers: int | None = None) -> int:
+        """Return a key of the prompt and of the first answers that show images, as of `ModelInput`; None: of all."""
+        answers = self.answers[:num_answers]
+        if not answers:
+            return self.input.prompt_key
+        return prompt_digest([self.input.prompt_key, *(each.input.prompt_key for each in answers)], {})
 
     @property
     def sequence(self) -> list[int]:
@@ -190,7 +224,7 @@ class Sample:
         return Completion(
             self.sample_id, self.prompt_index, tuple(self.token_ids), tuple(self.logprobs), self.finish_reason,
             tuple(self.model_mask), (*self.earlier_versions, *[version] * num_new), self.input, self.error,
-            self.experts,
+            tuple(self.answers), self.experts,
         )  # fmt: skip
 
 

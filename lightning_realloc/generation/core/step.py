@@ -103,7 +103,7 @@ def decode_rows(samples: Sequence[Sample], drafts: Sequence[Draft], params: Samp
             len(sample.token_ids),
             draft.laws,
             sample.tokens(0, sample.position) if penalizes else (),
-            sample.input.shift,
+            sample.shift,
         )
         for sample, draft in zip(samples, drafts, strict=True)
     ]

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_realloc.errors import GenerationError
@@ -213,11 +214,12 @@ def _attend_segments(
     attended = []
     for segment in step.segments:
         span = slice(segment.start, segment.stop)
+        images = None if step.blocks is None else step.blocks[span]
         if segment.begin:  # the slot holds the positions before
+            images = None if images is None else pad(images, (segment.begin, 0), value=-1)
             whole = layer.sequence(segment.slots[0], segment.end)
-            attended.append(heads.project(read(heads.absorb(queries[span]), whole, layer)))
+            attended.append(heads.project(read(heads.absorb(queries[span]), whole, layer, images)))
         else:
-            images = None if step.blocks is None else step.blocks[span]
             attended.append(read(queries[span], (own[0][span], own[1][span]), layer, images))
     return attended
 

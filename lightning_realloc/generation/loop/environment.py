@@ -10,15 +10,17 @@ import asyncio
 import logging
 import math
 import threading
+from array import array
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, Protocol, get_args
 
-from lightning_realloc.errors import GenerationError, ReallocError, require_choice
+from lightning_realloc.batch.model_input import ModelInput
+from lightning_realloc.errors import DataError, GenerationError, ReallocError, require_choice
 from lightning_realloc.generation.core.model_config import as_token_ids, check_vocabulary
 from lightning_realloc.generation.core.params import check_counts, check_kind
 from lightning_realloc.generation.core.sample import FinishReason, Sample
@@ -64,8 +66,11 @@ class Environment(Protocol):
     question is open, and by another rank or a resumed run. An attribute ``partner_queue`` holds questions to models.
     """
 
-    def __call__(self, turn: Turn) -> Sequence[int] | Awaitable[Sequence[int] | None] | None:
-        """Return the tokens to append, including those of the chat template; None: the response is finished."""
+    def __call__(self, turn: Turn) -> Sequence[int] | ModelInput | Awaitable[Sequence[int] | ModelInput | None] | None:
+        """Return the tokens to append, including those of the chat template; None: the response is finished.
+
+        An answer with images is a `ModelInput`, with further inputs for tokens before its last.
+        """
         ...
 
 
@@ -108,7 +113,8 @@ class Answer:
 
     index: int
     """Index of the sample in the call."""
-    token_ids: tuple[int, ...] | None = None
+    input: ModelInput | None = None
+    """Tokens, and further inputs of the model for them; None: the response is finished."""
     error: str | None = None
 
     def give_to(self, sample: Sample) -> FinishReason | None:
@@ -116,11 +122,11 @@ class Answer:
         sample.error = self.error
         if self.error is not None:
             return "failure"
-        if self.token_ids is None:
+        if self.input is None:
             return "environment"
-        if len(self.token_ids) >= sample.room:
+        if len(self.input.token_ids) >= sample.room:
             return "length"  # no room for a token of the model
-        sample.extend(self.token_ids)
+        sample.extend(self.input)
         return None
 
 
@@ -173,6 +179,7 @@ class Conversations:
         asks: Whether this rank asks; of a group, the first rank alone.
         waits: Measures how samples wait; None: nothing reads it.
         bound: Bound on the answers that are computed at a time; None: one of its own.
+        place: Returns an answer with images with the model's positions of its tokens; None: they are left out.
     """
 
     def __init__(
@@ -186,8 +193,10 @@ class Conversations:
         asks: bool = True,
         waits: WaitMeter | None = None,
         bound: asyncio.Semaphore | None = None,
+        place: Callable[[ModelInput], ModelInput] | None = None,
     ) -> None:
         self._environment = environment
+        self._place = place
         self._settings = settings or Conversation()
         self._vocabulary = vocabulary
         self.clock = clock
@@ -254,7 +263,16 @@ class Conversations:
             del self._asked[answer.index]
         if answers:
             self._waits.count(self.clock(), len(self._asked))
-        return answers
+        return list(map(self._placed, answers))
+
+    def _placed(self, answer: Answer) -> Answer:
+        """Return an answer with the positions of its tokens if it shows images; a failure if these do not fit."""
+        if self._place is None or answer.input is None or not answer.input.extras:
+            return answer
+        try:
+            return replace(answer, input=self._place(answer.input))
+        except DataError as error:
+            return Answer(answer.index, error=f"the model cannot read the images of the environment's answer: {error}")
 
     def mark_idle(self, is_idle: bool) -> None:
         """Record whether nothing is generated from now on while questions are open."""
@@ -338,18 +356,16 @@ class Conversations:
             raise
         except BaseException as error:  # also SystemExit, which would end the event loop
             _log.debug("environment failed", exc_info=True)
-            return Answer(
-                index,
-                error=f"the environment raised {type(error).__name__}({error}) after turn {turn.number}; catch it "
-                "there and return what the model is to read instead, or None to end the response",
-            )
+            raised = f"the environment raised {type(error).__name__}({error}) after turn {turn.number}"
+            way_out = "catch it there and return what the model is to read instead, or None to end the response"
+            return Answer(index, error=f"{raised}; {way_out}")
 
-    def _checked(self, given: Any, turn: Turn) -> tuple[int, ...] | None:
+    def _checked(self, given: Any, turn: Turn) -> ModelInput | None:
         if given is None:
             return None
         said = f"the environment's answer to turn {turn.number}"
         try:
-            tokens = as_token_ids(given)
+            tokens = as_token_ids(given.token_ids if isinstance(given, ModelInput) else given)
         except TypeError:
             raise GenerationError(
                 f"{said} is {repr(given)[:60]}; return a list of token ids, such as "
@@ -358,7 +374,11 @@ class Conversations:
         if not tokens:
             raise GenerationError(f"{said} holds no tokens; return None to end the response")
         check_vocabulary(said, tokens, self._vocabulary)
-        return tokens
+        if not isinstance(given, ModelInput):
+            return ModelInput(tokens)
+        if given.extras and len(tokens) == 1:
+            raise GenerationError(f"{said} shows images and is one token; add a token after those of the images")
+        return given
 
 
 def _cancel(question: Question) -> None:
@@ -373,4 +393,7 @@ def first_ranks(value: Any, agree: Agree) -> Any:
     """
     content = b"" if value is None else encode_value(value)
     size = int(agree([float(len(content))])[0])
-    return decode_value(bytes(map(int, agree([*map(float, content or bytes(size))])))) if size else None
+    if not size:
+        return None
+    words = array("I", bytes(content or size).ljust(-(-size // 4) * 4, b"\0"))  # a float of 64 bits holds four bytes
+    return decode_value(array("I", map(int, agree([*map(float, words)]))).tobytes()[:size])

@@ -168,6 +168,7 @@ class Requests:
             completion.sample_id, index, prompt, self._limit(index, len(prompt.token_ids), limits, cut, 1),
             sample_key(self.params.seed, completion.sample_id), list(completion.token_ids), list(completion.logprobs),
             list(completion.model_mask), completion.versions, prompt_index=completion.prompt_index,
+            answers=list(completion.answers),
         )  # fmt: skip
 
     def _limit(self, index: int, length: int, limits: Sequence[int], cut: Counter[str], count: int) -> int:

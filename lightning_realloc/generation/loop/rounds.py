@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Protocol
 
+from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.loop.environment import Agree, Conversations, check_environment
 from lightning_realloc.generation.loop.requests import Requests
@@ -41,6 +42,7 @@ class Rounds:
         waits: Measures how samples wait; None: nothing reads it.
         agree: As of `Conversations`; of a tensor-parallel group, all ranks begin the same rounds.
         asks: Whether this rank asks the environment.
+        place: As of `Conversations`.
 
     Raises:
         GenerationError: for an environment or a conversation that cannot be used.
@@ -56,6 +58,7 @@ class Rounds:
         clock: Callable[[], float] = time.monotonic,
         agree: Agree | None = None,
         asks: bool = True,
+        place: Callable[[ModelInput], ModelInput] | None = None,
     ) -> None:
         check_environment(requests.environment, requests.conversation)
         self._samples, self._notifier = samples, notifier
@@ -70,6 +73,7 @@ class Rounds:
                 agree=agree,
                 asks=asks,
                 waits=waits,
+                place=place,
             )
         self._index_of = {sample.sample_id: index for index, sample in enumerate(samples)}
 

@@ -16,6 +16,7 @@ from numbers import Real
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
+from lightning_realloc.batch.model_input import joined_inputs
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.core.params import SamplingParams, check_kind
 from lightning_realloc.generation.core.plain_decoding import Decoding
@@ -275,9 +276,10 @@ class GenerationRun:
         for read in step.reads:
             samples = [self.samples[index] for index in read.samples]
             # A sequence's last token is read as a row, so that new and old samples are alike from there on.
-            given = samples[0].input
-            extras, positions = {} if read.begin else given.extras, given.positions_between(read.begin, read.end)
-            tokens = samples[0].tokens(read.begin, read.end)
+            first, bounds = samples[0], (read.begin, read.end)
+            parts = first.extras_between(*bounds)
+            extras = parts[0] if len(parts) == 1 else joined_inputs(parts)
+            tokens, positions = first.tokens(*bounds), first.positions_between(*bounds)
             prefills.append(PrefillChunk(tokens, read.slots, read.begin, extras, positions))
             for sample in samples:
                 sample.num_read = read.end
@@ -364,7 +366,8 @@ class GenerationRun:
             if reason is not None:
                 self._finish_waiting(answer.index, reason)
             elif self.scheduler.is_parked(answer.index):
-                self.scheduler.read(answer.index, sample.num_read, sample.position)
+                unread = sample.num_read, sample.position
+                self.scheduler.read(answer.index, *unread, is_whole=bool(sample.extras_between(*unread)))
             else:
                 self.scheduler.add(Prompt.of(self.samples, (answer.index,), sample.prompt_number))
 

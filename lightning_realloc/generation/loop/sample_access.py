@@ -120,7 +120,8 @@ class SampleAccess:
             return
         run.executor.write(slot, spans, shapes)
         run.decoding.follower.admitted([slot])
-        run.scheduler.read(own, sample.num_read, sample.position)
+        unread = sample.num_read, sample.position
+        run.scheduler.read(own, *unread, is_whole=bool(sample.extras_between(*unread)))
 
     def queue(self, indices: Sequence[int]) -> None:
         """Add samples of one prompt that have no token yet to the queue."""

@@ -13,6 +13,7 @@ from dataclasses import replace
 from math import ceil
 from typing import Any
 
+from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.generation.loop.environment import (
     Agree,
     Answer,
@@ -44,9 +45,12 @@ class HomeConversations(Conversations):
         clock: Callable[[], float],
         agree: Agree | None = None,
         waits: WaitMeter | None = None,
+        place: Callable[[ModelInput], ModelInput] | None = None,
         peers: Peers,
     ) -> None:
-        super().__init__(environment, settings, vocabulary=vocabulary, clock=clock, agree=agree, waits=waits)
+        super().__init__(
+            environment, settings, vocabulary=vocabulary, clock=clock, agree=agree, waits=waits, place=place
+        )
         self._peers = peers
         self._of_peers = Conversations(environment, settings, vocabulary=vocabulary, clock=clock, bound=self._may_run)
         """Questions of peers, by their number."""

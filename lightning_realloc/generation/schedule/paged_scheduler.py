@@ -31,10 +31,10 @@ class _PrefixIds:
     def up_to(self, index: int, length: int) -> Sequence[int]:
         """Return the ids of the whole pages among a sample's first ``length`` positions.
 
-        Pages of samples with further inputs have none: their tokens do not tell the keys and values.
+        Pages from the first further inputs on have none: their tokens do not tell the keys and values.
         """
-        if self._samples[index].input.extras:
-            return ()
+        shown = (place for place, part in self._samples[index].inputs if part.extras)
+        length = min(length, next(shown, length))
         size, known = self._index.page_size, self._known.setdefault(index, [])
         if length // size > len(known):
             self._index.extend(known, self._samples[index].tokens(len(known) * size, length))

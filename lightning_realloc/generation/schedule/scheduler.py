@@ -25,33 +25,8 @@ from lightning_realloc.generation.schedule.slot_plan import (
     Swap,
     Unread,
 )
-from lightning_realloc.generation.schedule.waiting import WaitingSamples
+from lightning_realloc.generation.schedule.waiting import PrefillBatching, WaitingSamples
 from lightning_realloc.limits import MAX_PREFILL_TOKENS
-
-_READING_IN_STEPS = 3.0
-"""Duration of a step that reads prompts, in steps of one that is a CUDA graph: 2.5 to 4 on an H200, with one and eight
-billion weights. A constant, because a measured value would differ between runs, and rounding with it."""
-
-
-class PrefillBatching:
-    """Defers prefills until several slots are free, where a step that reads prompts is much slower than another.
-
-    Such a step takes about as long however few prompts it reads. So slots stay free until their unused steps add up to
-    the extra time of one such step. As in ski rental, that costs at most twice the optimum. Source: Karlin, Manasse,
-    Rudolph, Sleator, "Competitive snoopy caching", Algorithmica 3, 1988.
-    """
-
-    def __init__(self) -> None:
-        self._idle_steps = 0.0
-        """Unused steps of free slots since prompts were last read, in steps of all slots."""
-
-    def should_defer(self, *, num_running: int, num_free: int) -> bool:
-        """Return whether waiting samples keep waiting although slots are free. Called once per step."""
-        self._idle_steps += num_free / (num_running + num_free)
-        waits = num_running > 0 and self._idle_steps < _READING_IN_STEPS
-        if not waits:
-            self._idle_steps = 0.0
-        return waits
 
 
 class Scheduler:
@@ -191,12 +166,12 @@ class Scheduler:
         """Return whether the sample holds a slot and does not run."""
         return sample in self._parked
 
-    def read(self, sample: int, begin: int, end: int) -> None:
-        """Let a parked sample run again after these positions of it are read; a moved one may have none left."""
+    def read(self, sample: int, begin: int, end: int, *, is_whole: bool = False) -> None:
+        """Let a parked sample run after these positions, if any, are read; in one step if ``is_whole``."""
         assert sample in self._parked, f"sample {sample} is not parked"
         self._waits.end(sample)
-        goes_on = begin == end and self._num_open >= 0
-        (self._unread if goes_on else self._answered).append(Unread((sample,), begin, end))
+        waiting = self._unread if begin == end and self._num_open >= 0 else self._answered
+        waiting.append(Unread((sample,), begin, end, is_whole))
 
     def drop(self, sample: int) -> None:
         """End the wait of a sample, and free its slot if it has kept it."""
@@ -281,12 +256,14 @@ class Scheduler:
 
     def _read_some(self, unread: Unread, budget: int) -> Unread:
         """Return the part that this step reads. Its samples run if nothing is left, and are parked otherwise."""
-        end = unread.end if unread.is_whole else min(unread.end, unread.begin + budget)
+        end = min(unread.end, unread.begin + max(budget, 0))
+        if unread.is_whole:
+            end = unread.end if self._may_read(unread.end - unread.begin, budget) else unread.begin
         if end == unread.end:
             self._parked.difference_update(unread.samples)
         else:
             self._parked.update(unread.samples)
-            self._unread.append(Unread(unread.samples, end, unread.end))
+            self._unread.append(replace(unread, begin=end))
         return Unread(unread.samples, unread.begin, end)
 
     def _admit(self, budget: int) -> tuple[list[Admission], list[Unread]]:

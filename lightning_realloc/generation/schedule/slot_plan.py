@@ -19,13 +19,13 @@ class Prompt:
     length_hint: int = 0
     """Expected response length. Longer ones are admitted first, so that they do not run alone at the end."""
     is_whole: bool = False
-    """Whether one step reads all its tokens, because the model's further inputs belong to them together."""
+    """Whether one step reads all its tokens, because further inputs of the model belong to some together."""
 
     @classmethod
     def of(cls, samples: Sequence[Sample], places: tuple[int, ...], number: int, length_hint: int = 0) -> Prompt:
         """Return the prompt of the samples at these places, to be read up to their last token."""
         first = samples[places[0]]
-        return cls(number, first.position, places, length_hint, is_whole=bool(first.input.extras))
+        return cls(number, first.position, places, length_hint, is_whole=bool(first.extras_between(0, first.position)))
 
 
 @dataclass(frozen=True, slots=True)

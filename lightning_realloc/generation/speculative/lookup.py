@@ -249,7 +249,8 @@ class NgramDrafter(Drafter):
 class HistoryDrafter(NgramDrafter):
     """Drafts by look-up in other responses to the sample's prompt: those of earlier epochs, and finished siblings.
 
-    It recognises prompts by their keys. If the sample's own text matches a longer context, it looks there instead.
+    It recognises prompts, and images of answers, by their keys. If the sample's own text matches a longer context, it
+    looks there instead.
     """
 
     exchanges = True
@@ -264,9 +265,9 @@ class HistoryDrafter(NgramDrafter):
         """Prompt key -> responses."""
         self._news: list[Exchange] = []
         self._indexed: dict[int, SharedNgramIndex] = {}
-        """Prompt number in this generation -> index of the responses to it."""
+        """Key of prompt and images in this generation -> index of the responses to them."""
         self._unread: dict[int, list[tuple[int, ...]]] = {}
-        """Prompt number -> finished siblings, indexed before the next look-up."""
+        """The same key -> finished siblings, indexed before the next look-up."""
         self._drafted_for: set[int] = set()
         """Ids of samples with a look-up in this generation."""
         self._asked: set[int] = set()
@@ -280,19 +281,20 @@ class HistoryDrafter(NgramDrafter):
 
     def prepare(self, running: Sequence[Sample]) -> None:
         for sample in running:
-            if sample.prompt_number in self._unread:
+            if sample.context_key() in self._unread:
                 self._siblings(sample)
         if self._needs_own:
             super().prepare(running)
 
     def finished(self, sample: Sample) -> None:
         super().finished(sample)
-        exchange = sample.input.prompt_key, tuple(sample.token_ids)
-        if self.has_listeners:
-            self._news.append(exchange)
-        self._keep(exchange)
-        if sample.prompt_number in self._indexed:
-            self._unread.setdefault(sample.prompt_number, []).append(exchange[1])
+        for exchange in _exchanges(sample):
+            if self.has_listeners:
+                self._news.append(exchange)
+            self._keep(exchange)
+            key, response = exchange
+            if key in self._indexed:
+                self._unread.setdefault(key, []).append(response)
 
     def news(self) -> list[Exchange]:
         news, self._news = self._news, []
@@ -333,14 +335,27 @@ class HistoryDrafter(NgramDrafter):
         return own_branch if own_order > order else branch
 
     def _siblings(self, sample: Sample) -> SharedNgramIndex:
-        siblings = self._indexed.get(sample.prompt_number)
+        key = sample.context_key()
+        before = sample.inputs[-1][1].token_ids[-ORDERS[0] :]
+        siblings = self._indexed.get(key)
         if siblings is None:
-            siblings = self._indexed[sample.prompt_number] = SharedNgramIndex()
-            for response in self._responses.get(sample.input.prompt_key, ()):
-                siblings.add(sample.prompt[-ORDERS[0] :], response)
-        for response in self._unread.pop(sample.prompt_number, ()):
-            siblings.add(sample.prompt[-ORDERS[0] :], response)
+            siblings = self._indexed[key] = SharedNgramIndex()
+            for response in self._responses.get(key, ()):
+                siblings.add(before, response)
+        for response in self._unread.pop(key, ()):
+            siblings.add(before, response)
         return siblings
+
+
+def _exchanges(sample: Sample) -> list[Exchange]:
+    """Return the parts of a response before, between and after images, with the key of what each follows."""
+    begins = [0, *(one.begin + len(one.input.token_ids) for one in sample.answers)]
+    ends = [*(one.begin for one in sample.answers), len(sample.token_ids)]
+    return [
+        (sample.context_key(number), tuple(sample.token_ids[begin:end]))
+        for number, (begin, end) in enumerate(zip(begins, ends, strict=True))
+        if begin < end
+    ]
 
 
 def _end_of(sample: Sample) -> list[int]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lightning_realloc.environments.transcript import call_text
+from lightning_realloc.environments.transcript import call_text, message_text
 from lightning_realloc.recording.followed_file import BROKEN_LINE, MAX_LINE_BYTES
 from lightning_realloc.report.runs.thumbnails import IMAGES_COLUMN, checked_names
 
@@ -112,15 +112,6 @@ def _shown(message: Mapping[str, Any], pictures: Iterator[str]) -> dict[str, Any
         "pictures": [name for name in shown if name is not None],
         "calls": [_cut(call_text(call["function"])) for call in calls],
     }
-
-
-def message_text(content: object) -> str:
-    """Return a message's content; parts that are no text, such as images, as their type."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if isinstance(content, Sequence):
-        return "\n".join(str(part.get("text") or f"[{part.get('type')}]") for part in content)
-    return json.dumps(content, ensure_ascii=False)
 
 
 def _short(value: object) -> str:

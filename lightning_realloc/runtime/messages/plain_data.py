@@ -1,7 +1,8 @@
 """Serialize Python values as JSON with raw bytes, so that a message from another process cannot run code.
 
 Unlike ``pickle``, `decode_value` makes plain values only: numbers, texts, bytes, containers, tensors, arrays, dates,
-paths, and this package's own dataclasses, named tuples, enums and errors, whose constructors check their fields.
+paths, objects that checkpoints hold as plain data, and this package's own dataclasses, named tuples, enums and errors,
+whose constructors check their fields.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_realloc.batch.stored_objects import StoredObject
 from lightning_realloc.errors import DataError, ReallocError
 from lightning_realloc.runtime.dtypes import dtype_name, dtype_named
 
@@ -69,6 +71,8 @@ def _to_json(value: Any, blobs: list[Any]) -> Any:
         return value if _SCALARS.issuperset(map(type, value)) else [_to_json(one, blobs) for one in value]
     if type(value) in (tuple, set, frozenset):
         return {type(value).__name__: _to_json(list(value), blobs)}
+    if isinstance(value, StoredObject):
+        return {"stored": [type(value).__name__, _to_json(value.state(), blobs)]}
     if isinstance(value, Mapping):
         return {"dict": [[_to_json(key, blobs), _to_json(one, blobs)] for key, one in value.items()]}
     if isinstance(value, bytes | bytearray):
@@ -176,6 +180,8 @@ class _Decoder:
                 return np.frombuffer(blob, np.dtype(dtype)).reshape(shape)
             read = torch.frombuffer(blob, dtype=_dtype(dtype)) if size else torch.empty(0, dtype=_dtype(dtype))
             return read.reshape(shape)
+        if tag == "stored":
+            return StoredObject.classes[inner[0]].from_state(self.value(inner[1]))
         kind: Any = _own_class(inner[0])
         given = inner[1]
         if tag == "enum":

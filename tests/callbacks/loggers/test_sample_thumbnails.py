@@ -80,18 +80,18 @@ def test_thumbnails_are_bounded_in_bytes_and_are_not_enlarged() -> None:
 
 def test_samples_with_equal_images_share_files_and_broken_images_have_none() -> None:
     shared = Given(7, drawn((300, 300)), drawn((30, 60)))
-    found = row_images([shared, shared, Given(8), Given(9, broken), Given(255, *[drawn((8, 8))] * 9)])
+    found = row_images([[shared], [shared], [Given(8)], [Given(9, broken)], [Given(255, *[drawn((8, 8))] * 9)]])
     assert found is not None
     pair = ("0000000000000007-0.jpg", "0000000000000007-1.jpg")
     assert found.names[:4] == (pair, pair, (), ("0000000000000009-0.jpg",))
     assert len(found.names[4]) == 4, "the first ones of many"
     assert sorted(found.files) == [*pair, *(f"00000000000000ff-{index}.jpg" for index in range(4))]
-    assert row_images(["a.png", "b.png"]) is None and row_images([]) is None
+    assert row_images([["a.png"], ["b.png"]]) is None and row_images([]) is None
 
 
 def test_a_table_names_the_files_next_to_it(tmp_path: Path) -> None:
     given = Given(7, drawn((300, 300)))
-    found = row_images([given, Given(8)])
+    found = row_images([[given], [Given(8)]])
     assert found is not None
     rows = tuple({"step": 0, "images": names, "raw": {"bytes": b"12345"}} for names in found.names)
     for begins in (True, False):

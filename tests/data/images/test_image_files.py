@@ -156,9 +156,9 @@ TEXT, SHOWN = {"type": "text", "text": "what?"}, {"type": "image"}
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": user(SHOWN, SHOWN, TEXT), "images": [noise()]}, "messages have 2 parts .* column has 1 images"),
-        ({"prompt": user(SHOWN, TEXT), "images": [noise()] * 2}, "messages have 1 parts .* column has 2 images"),
-        ({"prompt": user(SHOWN, TEXT), "images": []}, "messages have 1 parts .* column has 0 images"),
+        ({"prompt": user(SHOWN, SHOWN, TEXT), "images": [noise()]}, "messages have 2 parts .* there are 1 images"),
+        ({"prompt": user(SHOWN, TEXT), "images": [noise()] * 2}, "messages have 1 parts .* there are 2 images"),
+        ({"prompt": user(SHOWN, TEXT), "images": []}, "messages have 1 parts .* there are 0 images"),
         ({"prompt": "what <image>?", "images": []}, "text holds placeholders of images besides those of its 0 images"),
         (
             {"prompt": user({"type": "text", "text": "<image>"}), "images": [noise()]},

@@ -173,7 +173,7 @@ def test_held_tokens_include_earlier_drafted_and_appended_tokens() -> None:
 
     assert of_rows([7, 8], []) == [{3, 5}, {3, 5, 7}, {3, 5, 7, 8}, {2}]
     samples[0].append(7, 0.0)
-    samples[1].extend([9, 2])
+    samples[1].extend(ModelInput((9, 2)))
     assert of_rows([], [4]) == [{3, 5, 7}, {2, 9}, {2, 4, 9}]
 
 

@@ -21,7 +21,7 @@ from lightning_realloc.generation.forward.attention import slot_attention
 from lightning_realloc.generation.forward.cuda_graphs import StepGraphs, state_of
 from lightning_realloc.generation.forward.runner import ModelRunner
 from lightning_realloc.generation.forward.step_shapes import StepShape, filled_up, rounded_up
-from lightning_realloc.generation.schedule.scheduler import PrefillBatching
+from lightning_realloc.generation.schedule.waiting import PrefillBatching
 from lightning_realloc.generation.speculative import draft_model as draft_model_module
 from tests.generation.test_engine import draw_prompts, tokens_of
 from tests.matrices import crossed, matrix

@@ -82,7 +82,7 @@ def test_every_rank_takes_the_answers_of_the_first_which_asks_alone() -> None:
     for index in (0, 1, 2):
         ask(ranks, index)
     received = {answer.index: answer for answer in answers_of(ranks, 3)}
-    assert received[0] == Answer(0, (10, 127)) and received[2] == Answer(2)
+    assert received[0] == Answer(0, ModelInput((10, 127))) and received[2] == Answer(2)
     assert "ValueError(no “tool”)" in str(received[1].error)
     assert sorted(asked) == [100, 101, 101, 102]  # the one that raises is asked again
     assert not any(conversations.waiting for conversations in ranks)
@@ -116,7 +116,7 @@ def test_the_clock_of_the_first_rank_judges_deadlines(late_rank: int) -> None:
     (answer,) = answers_of(ranks, 1)
     may_answer.set()
     if late_rank:
-        assert answer == Answer(0, (7,))
+        assert answer == Answer(0, ModelInput((7,)))
     else:
         assert "did not answer turn 1 within deadline_s=1.0" in str(answer.error)
 

@@ -87,7 +87,7 @@ class SimulatedConversations:
         found = []
         while self._due and self._due[0][0] <= self._clock.now:
             _, index, tokens = heappop(self._due)
-            found.append(Answer(index, tokens))
+            found.append(Answer(index, None if tokens is None else ModelInput(tokens)))
         return found
 
     def wait(self, most_s: float) -> None:

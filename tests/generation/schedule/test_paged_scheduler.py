@@ -90,7 +90,7 @@ class Play:
             sample, scheduler = self.samples[index], self.scheduler
             room = sample.max_new_tokens - len(sample.token_ids) - 1
             if room:
-                sample.extend([index + 50] * min(pause.num_tokens, room))
+                sample.extend(ModelInput((index + 50,) * min(pause.num_tokens, room)))
             if not scheduler.is_parked(index):
                 scheduler.add(Prompt(sample.prompt_index, sample.position, (index,)))
             else:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from lightning_realloc.environments.transcript import message_text
 from lightning_realloc.report.runs.charts import (
     NUMBER,
     PICTURES,
@@ -23,7 +24,6 @@ from lightning_realloc.report.runs.charts import (
     section,
     table,
 )
-from lightning_realloc.report.runs.conversations import message_text
 from lightning_realloc.report.runs.run_folder import MAX_CELL_CHARACTERS, RunFolder, as_number
 from lightning_realloc.report.runs.series import Series
 from lightning_realloc.report.runs.thumbnails import IMAGES_COLUMN, thumbnail_names

@@ -33,13 +33,13 @@ def row_positions(model: PreTrainedModel, packed: PackedBatch) -> Tensor:
     rows: list[Tensor] = []
     start = shift = 0
     for length, response, shared in zip(packed.lengths, packed.response_lengths, packed.shared, strict=True):
-        placed = None
-        if not shared:  # a conversation may show images after its first answer, too
-            sequence = ids[start : start + length]
-            own, left = split_images(model, sequence, left)
-            placed = image_positions(model, sequence, own)
+        sequence = ids[start : start + length]  # a conversation may show images after its first answer, too
+        own, left = split_images(model, sequence, left)
+        placed = image_positions(model, sequence, own)
+        if not shared:
             shift = shift_after(None if placed is None else placed[:, : length - response])
-        rows.append((torch.arange(shared, shared + length) + shift).repeat(3, 1) if placed is None else placed)
+        of_own = torch.arange(length).repeat(3, 1) if placed is None else placed
+        rows.append(of_own + shared + shift if shared else of_own)
         start += length
     return torch.cat(rows, 1)[:, None].to(packed.input_ids.device, non_blocking=True)
 
