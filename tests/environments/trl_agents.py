@@ -113,10 +113,10 @@ async def _played(episodes: Episodes, sample_id: int, own: Any, script: Sequence
         if answer is None:
             reason = "stop"
             break
-        if len(answer) >= most - len(ids):
+        if len(answer.token_ids) >= most - len(ids):
             break
-        ids += answer
-        mask += [False] * len(answer)
+        ids += answer.token_ids
+        mask += [False] * len(answer.token_ids)
     return Completion(
         sample_id,
         sample_id,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -133,9 +133,10 @@ class BudgetedRollout:
         )
         inputs: Sequence[ModelInput] = model_inputs(fresh)
         params = sampling
-        resumed = [completion for part in unfinished_parts for completion in _completions(part)]
+        waiting = _with_rows(unfinished_parts, prompts)
+        resumed = [one for part in unfinished_parts for one in _completions(replace(part, data=waiting.data))]
         if self.dialogue is not None:
-            self.dialogue.resume(_with_rows(unfinished_parts, prompts), resumed)
+            self.dialogue.resume(waiting, resumed)
             inputs, params = self.dialogue.begin(fresh, new, sampling)
         completions = engine.generate(
             inputs, params, sample_ids=new.ids.tolist(), resume=resumed,

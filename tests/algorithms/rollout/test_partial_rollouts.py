@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from lightning_realloc import GenerationOptions
+from lightning_realloc.algorithms.base.rollout_columns import Dialogue
 from lightning_realloc.algorithms.rollout.partial_rollouts import BudgetedRollout, PartialRollouts, Progress
 from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.batch.ragged import Ragged
-from lightning_realloc.batch.samples import Divided, Samples
+from lightning_realloc.batch.samples import ANSWER_INPUTS, Divided, Samples
 from lightning_realloc.errors import CheckpointError, ConfigError, DataError
-from lightning_realloc.generation import Completion, GenerationEngine, RolloutBudget, SamplingParams
+from lightning_realloc.generation import Completion, Conversation, GenerationEngine, RolloutBudget, SamplingParams
+from tests.generation.dialogues import tool
 from tests.models import tiny_model
 from tests.strategies import runs
 
@@ -145,6 +147,19 @@ def test_carried_responses_survive_saving_and_loading() -> None:
     assert read.prompts.equals(carried.prompts) and read.responses.equals(carried.responses)
     with pytest.raises(DataError, match="must continue its ids from epoch to epoch if a rollout_budget carries"):
         read.prepend_to(prompts)
+
+
+def test_conversations_of_a_checkpoint_without_images_of_answers_go_on() -> None:
+    prompts, talked = prompts_of(0, 1), replace(part(0, tokens=20), dialogue=Dialogue(tool, Conversation()))
+    engine = GenerationEngine(tiny_model("llama").double())
+    carried = PartialRollouts.from_responses(talked.run(engine, prompts, SAMPLING, None).carried, prompts)
+    assert ANSWER_INPUTS in carried.responses
+    saved = replace(carried, responses=carried.responses.without_columns(ANSWER_INPUTS)).state()
+    read = PartialRollouts.from_state(saved)
+    assert read.responses.equals(carried.responses)
+    later = replace(talked, iteration=1, budget=RolloutBudget(tokens=10_000))
+    made = [later.run(engine, one.prompts, SAMPLING, one.responses).finished for one in (carried, read)]
+    assert len(made[0]) == len(carried.responses) and made[0].equals(made[1])
 
 
 def test_a_checkpoint_whose_carried_responses_do_not_fit_the_run_is_reported() -> None:

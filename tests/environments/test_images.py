@@ -1,0 +1,208 @@
+"""Environments and tools that answer with images: tokens, pixels and log-probabilities are those of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import ProcessorMixin
+
+from lightning_realloc import Conversation, MessageEnvironment, PromptDataModule, SamplingParams, StepResult
+from lightning_realloc.algorithms.base.rollout_columns import rollout_of
+from lightning_realloc.algorithms.rollout.dialogues import EpisodeDialogue
+from lightning_realloc.batch.model_input import joined_inputs
+from lightning_realloc.batch.packing import pack
+from lightning_realloc.batch.samples import Samples, answer_inputs, model_inputs
+from lightning_realloc.data.images.sample_images import ImageProcessor
+from lightning_realloc.environments import ToolEnvironment
+from lightning_realloc.environments.environment_factory import EnvironmentFactory
+from lightning_realloc.environments.episode import EpisodeOptions
+from lightning_realloc.environments.episodes import Episodes
+from lightning_realloc.environments.turns.turn_parser import TurnParser
+from lightning_realloc.generation import Completion, GenerationEngine
+from lightning_realloc.runtime.messages.plain_data import decode_value, encode_value
+from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
+from tests.data.images.test_rows import drawn, table, user
+from tests.environments.some_tools import call, turn
+from tests.environments.test_tool_environment import run, tool
+from tests.vision_models import forward_arguments, tiny_vision_model
+from tests.vision_processors import PROCESSED_FAMILIES, tiny_processor
+
+SHOWN = {"type": "image"}
+ROWS: list[dict[str, Any]] = [{"prompt": user("a?"), "images": []}, {"prompt": user(SHOWN, "b?"), "images": [drawn(3)]}]
+EOS = 2
+FAMILIES = [family for family in PROCESSED_FAMILIES if family != "llava_onevision"]
+
+
+class Drawing(MessageEnvironment):
+    """Shows one image after the first turn, two after the second, and none after the third."""
+
+    shown: Sequence[Sequence[Any]] = ((drawn(1),), (drawn(2), drawn(0)), (), ())
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        """Begin with the first images."""
+        self.number = 0
+
+    def step(self, message: Mapping[str, Any]) -> StepResult:
+        """Show the next images."""
+        images = self.shown[self.number]
+        self.number += 1
+        return StepResult(user(*[SHOWN] * len(images), "go"), images=images)
+
+
+def play(family: str, environment: Any, *, text_model: bool = False) -> tuple[Samples, list[Completion]]:
+    """Return two conversations for each row with a tiny model, as training gets them, and as the engine made them."""
+    processor = tiny_processor(family)
+    rows = table(PromptDataModule(ROWS, batch_size=1, tokenizer=processor))
+    tokenizer: Any = processor.tokenizer  # type: ignore[attr-defined]
+    options = EpisodeOptions(
+        EnvironmentFactory(environment), tokenizer, frozenset({EOS}), {}, TurnParser(tokenizer),
+        Conversation(max_turns=4, max_turn_tokens=5),
+        find_processor=lambda: None if text_model else ImageProcessor(processor),
+    )  # fmt: skip
+    engine = GenerationEngine(tiny_vision_model(family, max_position_embeddings=512), tokenizer=tokenizer)
+    dialogue = EpisodeDialogue(Episodes(options), options.bounds, engine)
+    sampling = SamplingParams(max_new_tokens=400, n=2, seed=5)
+    samples = rows.with_columns(prompt_id=rows.ids).repeat(2)
+    inputs, params = dialogue.begin(rows, samples, sampling)
+    made = engine.generate(inputs, params, sample_ids=samples.ids.tolist(), **dialogue.settings)
+    return rollout_of(samples, made, dialogue).with_columns(**samples.data), made
+
+
+def processed(family: str, rollout: Samples, row: int) -> tuple[list[int], dict[str, Tensor]]:
+    """Return tokens and further inputs that the processor makes of a whole conversation with the model's turns."""
+    processor: Any = tiny_processor(family)
+    response, mask = rollout.ragged("response_ids").to_lists()[row], rollout.ragged("model_mask").to_lists()[row]
+    messages, images, turns, at = [*ROWS[row // 2]["prompt"]], [*ROWS[row // 2]["images"]], [], 0
+    for chosen, run_of in groupby(mask):
+        length = len(list(run_of))
+        if chosen:
+            turns.append(response[at : at + length])
+            messages.append({"role": "assistant", "content": [{"type": "text", "text": "~"}]})
+        else:
+            shown = Drawing.shown[len(turns) - 1]
+            messages += user(*[SHOWN] * len(shown), "go")
+            images += shown
+        at += length
+    text = ProcessorMixin.apply_chat_template(processor, messages, tokenize=False, processor_kwargs={})
+    whole = processor(text=[text], images=[images] if images else None, return_tensors="pt")
+    parts: list[list[int]] = [[]]
+    for token in whole["input_ids"][0].tolist():
+        if token == processor.tokenizer.convert_tokens_to_ids("~"):
+            parts.append([])
+        else:
+            parts[-1].append(token)
+    ids = parts[0]
+    for own, after in zip(turns, parts[1:], strict=True):
+        ids += [*own, *(after[1:] if own[-1] == EOS else after)]
+    given = {name: values for name, values in whole.items() if name.startswith(("pixel", "image_"))}
+    return ids[: len(rollout.ragged("prompt_ids").to_lists()[row]) + len(response)], given
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_conversations_with_images_are_what_the_processor_makes_of_them_at_once(family: str) -> None:
+    model = tiny_vision_model(family, max_position_embeddings=512)
+    rollout, _ = play(family, Drawing)
+
+    packed = pack(rollout, columns=("behaviour_logprobs",), share_prompts=True)
+    found = packed.responses(token_logprobs(model, packed, only_responses=True).logprobs).split()
+
+    assert sum(map(len, answer_inputs(rollout))) == 8, "two answers of each conversation show images"
+    for row, (prompt, answers) in enumerate(zip(model_inputs(rollout), answer_inputs(rollout), strict=True)):
+        ids, given = processed(family, rollout, row)
+        response = rollout.ragged("response_ids").to_lists()[row]
+        assert [*prompt.token_ids, *response] == ids
+        extras = joined_inputs([prompt.extras, *(answer.input.extras for answer in answers)])
+        for name, values in extras.items():
+            torch.testing.assert_close(values.reshape(given[name].shape), given[name], atol=0, rtol=0)
+        logprobs = model(**forward_arguments(family, ids, extras), use_cache=False).logits[0, :-1].log_softmax(-1)
+        expected = logprobs.gather(1, torch.tensor(ids)[1:, None])[len(prompt.token_ids) - 1 :, 0]
+        mask = rollout.ragged("model_mask").split()[row]
+        torch.testing.assert_close(found[row][mask], expected[mask], atol=2e-5, rtol=1e-5)
+        behaviour = rollout.ragged("behaviour_logprobs").split()[row]
+        torch.testing.assert_close(behaviour[mask], expected[mask], atol=2e-4, rtol=1e-4)
+
+
+def test_answers_with_images_travel_between_ranks_as_bytes(tmp_path: Path) -> None:
+    drawn(1).save(tmp_path / "one.png")
+    stream = BytesIO()
+    drawn(2).save(stream, "PNG")
+
+    class Files(Drawing):
+        shown = ((tmp_path / "one.png",), (stream.getvalue(), drawn(0)), (), ())
+
+    rollout, made = play("qwen2_5_vl", Files)
+
+    (tmp_path / "one.png").unlink()
+    for ours, theirs in zip(made, decode_value(encode_value(made)), strict=True):
+        assert theirs == ours
+        for one, other in zip(ours.answers, theirs.answers, strict=True):
+            assert one.input.extras.keys() == other.input.extras.keys()
+            assert all(torch.equal(values, other.input.extras[name]) for name, values in one.input.extras.items())
+    whole = pack(rollout)
+    expected, _ = play("qwen2_5_vl", Drawing)
+    assert torch.equal(whole.extras["pixel_values"], pack(expected).extras["pixel_values"])
+
+
+@pytest.mark.parametrize(
+    ("shown", "error"),
+    [
+        ((b"no image",), r"\.step after turn 1 of sample 0: .*not an image"),
+        (("none.png",), r"\.step after turn 1 of sample 0: there is no image 'none\.png'"),
+        (
+            (Image.new("RGB", (400, 1)),),
+            r"\.step after turn 1 of sample 0: the model's processor refuses images of 400 x 1",
+        ),
+    ],
+)
+def test_a_bad_image_fails_its_conversation_alone(shown: tuple[Any, ...], error: str) -> None:
+    class Bad(Drawing):
+        def step(self, message: Mapping[str, Any]) -> StepResult:
+            return StepResult(user("go"), images=shown) if self.is_bad else super().step(message)
+
+        def reset(self, row: Mapping[str, Any]) -> None:
+            super().reset(row)
+            self.is_bad = not row["images"]
+
+    _, made = play("qwen2_5_vl", Bad)
+
+    assert [one.finish_reason == "failure" for one in made] == [True, True, False, False]
+    with pytest.raises(AssertionError, match=error):
+        raise AssertionError(made[0].error)
+
+
+def test_a_model_of_text_fails_conversations_that_show_images() -> None:
+    _, made = play("llava", Drawing, text_model=True)
+
+    assert all("shows images, and the model reads text alone" in str(one.error) for one in made)
+
+
+def test_tools_return_images_and_parts() -> None:
+    image, address = drawn(0), {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    results: dict[str, Any] = {"one": image, "several": ["before", image, {"a": 1}, address], "words": ["a", "b"]}
+    environment = ToolEnvironment([tool(name, lambda found=found: found) for name, found in results.items()])
+
+    answered = run(environment.step(turn(*(call(name, {}) for name in results))))
+
+    one, several, words = (message["content"] for message in answered.messages)
+    assert one == [{"type": "image", "image": image}]
+    assert several == [
+        {"type": "text", "text": "before"}, {"type": "image", "image": image}, {"type": "text", "text": '{"a": 1}'},
+        address,
+    ]  # fmt: skip
+    assert words == '["a", "b"]' and answered.shows_images
+
+
+def test_images_without_parts_come_before_the_first_text() -> None:
+    image = drawn(0)
+    assert StepResult(images=[image]).shown_messages == user({"type": "image", "image": image})
+    (first, second) = StepResult([*user("a"), *user("b")], images=[image, image]).shown_messages
+    assert [part["type"] for part in first["content"]] == ["image", "image", "text"] and second == user("b")[0]
