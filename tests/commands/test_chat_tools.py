@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("trl", reason="chat templates of TRL: pip install 'lightning-realloc[parity]'")
 
@@ -20,15 +21,20 @@ from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.commands.chat_command import run_chat
 from lightning_realloc.commands.chat_session import ChatSession, TokenStream
 from lightning_realloc.commands.chat_tools import ChatTools, ToolSettings
+from lightning_realloc.data.images.row_images import with_images
+from lightning_realloc.data.images.sample_images import ImageProcessor
 from lightning_realloc.environments import Tool
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Completion, SamplingParams
 from tests.commands.calling_model import WRITTEN, calling_model
+from tests.data.images.test_rows import drawn, user
 from tests.environments.some_tools import add, call, turn
 from tests.environments.turns.chat_families import Message, encode, family_of, stop_ids, tokenizer_of
 from tests.models import byte_tokenizer
+from tests.vision_processors import tiny_processor
 
 FAMILY = "qwen3_instruct_2507"
+SHOWN = {"type": "image"}
 
 
 class Script:
@@ -165,6 +171,63 @@ def test_the_model_reads_all_of_an_answer_and_the_terminal_is_spared() -> None:
     shown = output.getvalue()
     assert "[fetch answers after" in shown and "\x1b" not in shown and "aend" not in shown
     assert f"\n  [{4 + 3 + 3000 + 3 - 2000} more characters]\nRead.\n" in shown
+
+
+SHOWING = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}<|{{ message.role }}|>"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{% for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n"
+    "</tool_call>{% endfor %}{{ '<eos>' }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""Template of tools and images."""
+
+
+def draw() -> object:
+    """Draw an image."""
+    return ["Look: ", drawn(1)]
+
+
+def test_a_model_of_images_is_shown_those_of_tools() -> None:
+    processor: Any = tiny_processor("qwen2_5_vl")
+    tokenizer, output = processor.tokenizer, io.StringIO()
+    tokenizer.chat_template = SHOWING
+    settings = ToolSettings(tools=(Tool.from_function(draw),))
+    texts = ['<tool_call>\n{"name": "draw", "arguments": {}}\n</tool_call><eos>', "red<eos>"]
+    asked: list[ModelInput] = []
+
+    def generate(prompt: ModelInput) -> Completion:
+        ids = tuple(tokenizer(texts[len(asked)], add_special_tokens=False)["input_ids"])
+        asked.append(prompt)
+        zeros = (0.0,) * len(ids)
+        return Completion(0, 0, ids, zeros, "stop", (True,) * len(ids), (0,) * len(ids), prompt)
+
+    images = ImageProcessor(processor)
+    question = with_images({"prompt": user({**SHOWN, "image": drawn(0)}, "?")}, ["prompt"], "here", images)["prompt"]
+    chat = ChatTools(tokenizer, settings, output.write, stop_token_ids={2})
+
+    turns = chat.turns(question, generate, lambda: images)
+
+    assert [one["role"] for one in turns] == ["assistant", "tool", "assistant"] and turns[-1]["content"] == "red"
+    shown = [{"type": "text", "text": "Look: "}, {"type": "image"}]
+    said: list[Message] = [*user(SHOWN, "?"), turns[0], {**turns[1], "content": shown}]
+    text = tokenizer.apply_chat_template(said, tools=chat._schemas, add_generation_prompt=True, tokenize=False)
+    expected = processor(text=[text], images=[[drawn(0), drawn(1)]], return_tensors="pt")
+    assert list(asked[1].token_ids) == expected["input_ids"][0].tolist()
+    for name in ("pixel_values", "image_grid_thw"):
+        assert torch.equal(asked[1].extras[name], expected[name])
+    assert "Look: \n  [image]\n" in output.getvalue()
+
+
+def test_a_model_of_text_reads_that_images_of_tools_are_not_for_it() -> None:
+    script = Script(FAMILY, said(FAMILY, turn(call("draw", {}))), said(FAMILY, turn(content="Well.")))
+    session, _ = session_of(FAMILY, script, draw)
+    session._processor = lambda: None  # type: ignore[method-assign]
+
+    assert session.ask("Draw.") == "Well."
+
+    error = json.loads(session.messages[2]["content"])["error"]
+    assert "draw shows images, and the model reads text alone" in error and "text alone" in script.prompts[1]
 
 
 # ---- the command

@@ -42,7 +42,7 @@ BOUNDS = Conversation(max_turns=3, max_turn_tokens=6)
 PLANS: dict[str, Any] = {
     "fsdp": calls(actor_train="fsdp2", actor_generate="dp2", reference_infer="dp1@1"),
     "tp": calls(actor_train="dp2", actor_generate="tp2", reference_infer="dp1@1"),
-    "pp": calls(actor_train="pp2", actor_generate="dp2", reference_infer="pp2"),
+    "pp": calls(actor_train="pp2", actor_generate="pp2", reference_infer="dp2"),
 }
 
 
