@@ -40,6 +40,8 @@ RECORD = "record/"
 the response's: they stay with their samples, and are not packed."""
 ANSWER_INPUTS = f"{RECORD}answer_inputs"
 """Column of sequences of bytes, as of `answer_column`: environments' answers that show images, inside responses."""
+PROMPT_IMAGES = f"{RECORD}prompt_images"
+"""Column of sequences of bytes, as of `image_column`: images of prompts that environments have written."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -252,9 +254,12 @@ def extra_inputs(samples: Samples) -> dict[str, Ragged]:
 
 
 def prompt_images(samples: Samples) -> list[PromptImages | None]:
-    """Return the images of each sample; None for one without any."""
+    """Return the images of each sample's prompt, those of an environment in place of the data's; None for no images."""
     column = samples.data.get(IMAGES, (None,) * len(samples))
-    return [images if isinstance(images, PromptImages) and images else None for images in column]
+    of_data = [images if isinstance(images, PromptImages) and images else None for images in column]
+    if PROMPT_IMAGES not in samples:
+        return of_data
+    return [own or images for own, images in zip(_stored(samples.ragged(PROMPT_IMAGES)), of_data, strict=True)]
 
 
 def model_inputs(samples: Samples) -> list[ModelInput]:
@@ -280,38 +285,46 @@ def images_input(token_ids: Sequence[int], images: PromptImages, prompt_key: int
 
 def answer_column(answers: Iterable[Sequence[AnswerInput]]) -> Ragged:
     """Return B samples' answers with images as ragged uint8, images as checkpoints hold them; no bytes for none."""
-    return Ragged.from_list([_answer_bytes(one) if one else [] for one in answers], dtype=torch.uint8)
+    return _stored_column([list(map(_plain_answer, one)) for one in answers])
 
 
 def answer_inputs(samples: Samples) -> list[tuple[AnswerInput, ...]]:
     """Return the answers with images in each sample's response; pixels are read when they are asked for."""
     if ANSWER_INPUTS not in samples:
         return [()] * len(samples)
-    rows = (row.cpu().numpy().tobytes() for row in samples.ragged(ANSWER_INPUTS).split())
-    return [_answers_in(content) if content else () for content in rows]
+    return [tuple(map(_answer_of, answers or ())) for answers in _stored(samples.ragged(ANSWER_INPUTS))]
 
 
-def _answer_bytes(answers: Sequence[AnswerInput]) -> Tensor:
-    plain = [
-        {
-            "begin": one.begin,
-            "token_ids": list(one.input.token_ids),
-            "extras": plain_value(one.input.extras),
-            "key": one.input.prompt_key,
-        }
-        for one in answers
-    ]
-    stream = BytesIO()
-    torch.save(plain, stream)
-    return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
+def image_column(images: Iterable[PromptImages | None]) -> Ragged:
+    """Return the images that B environments show in prompts as ragged uint8; no bytes for the data's."""
+    return _stored_column(images)
 
 
-def _answers_in(content: bytes) -> tuple[AnswerInput, ...]:
-    """Restore what `_answer_bytes` was given, without the positions of tokens."""
-    return tuple(
-        AnswerInput(each["begin"], ModelInput(tuple(each["token_ids"]), restored_value(each["extras"]), each["key"]))
-        for each in torch.load(BytesIO(content), weights_only=True)
-    )
+def _plain_answer(one: AnswerInput) -> dict[str, Any]:
+    """Return an answer without the positions of its tokens."""
+    given = one.input
+    return {"begin": one.begin, "token_ids": list(given.token_ids), "extras": given.extras, "key": given.prompt_key}
+
+
+def _answer_of(plain: Mapping[str, Any]) -> AnswerInput:
+    return AnswerInput(plain["begin"], ModelInput(tuple(plain["token_ids"]), plain["extras"], plain["key"]))
+
+
+def _stored_column(values: Iterable[Any]) -> Ragged:
+    """Return values as bytes of checkpoints, ragged uint8; no bytes for those that are False."""
+
+    def content(value: Any) -> Tensor:
+        stream = BytesIO()
+        torch.save(plain_value(value), stream)
+        return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
+
+    return Ragged.from_list([content(value) if value else [] for value in values], dtype=torch.uint8)
+
+
+def _stored(column: Ragged) -> list[Any]:
+    """Return the values of `_stored_column`; None for those without bytes."""
+    rows = (row.cpu().numpy().tobytes() for row in column.split())
+    return [restored_value(torch.load(BytesIO(row), weights_only=True)) if row else None for row in rows]
 
 
 def prompt_keys(samples: Samples) -> Tensor:

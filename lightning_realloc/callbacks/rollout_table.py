@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_realloc.batch.json_column import json_values
-from lightning_realloc.batch.samples import IMAGES, Samples, answer_inputs
+from lightning_realloc.batch.samples import IMAGES, Samples, answer_inputs, prompt_images
 from lightning_realloc.callbacks.loggers.logged_table import Row, Table
 from lightning_realloc.callbacks.loggers.sample_thumbnails import row_images
 from lightning_realloc.callbacks.loggers.writers import WRITERS, LoggerOutput, logger_writer
@@ -124,7 +124,9 @@ class RolloutTable(Callback):
 
 def _shown_images(samples: Samples) -> list[list[object]]:
     """Return the images of each sample's prompt, and of each answer of its environment that shows some."""
-    of_prompts = [[images] for images in samples.data[IMAGES]] if IMAGES in samples.data else [[] for _ in samples.ids]
+    of_data = samples.data.get(IMAGES, (None,) * len(samples))
+    shown = (own or images for own, images in zip(prompt_images(samples), of_data, strict=True))
+    of_prompts = [[] if images is None else [images] for images in shown]
     return [
         [*of_prompt, *(one.input.extras.images for one in answers if isinstance(one.input.extras, ImageInputs))]
         for of_prompt, answers in zip(of_prompts, answer_inputs(samples), strict=True)

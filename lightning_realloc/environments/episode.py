@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from lightning_realloc.batch.model_input import ModelInput
-from lightning_realloc.data.chat import Message, template_input
-from lightning_realloc.data.images.sample_images import ImageProcessor, shown_input
+from lightning_realloc.batch.samples import IMAGES
+from lightning_realloc.data.chat import Message
+from lightning_realloc.data.images.sample_images import SampleImages, shown_files, shown_input
 from lightning_realloc.data.prompts import EMPTY_PROMPT
-from lightning_realloc.environments.environment_factory import EnvironmentFactory
+from lightning_realloc.environments.episode_options import EpisodeOptions
 from lightning_realloc.environments.message_environment import (
     MessageEnvironment,
     StepResult,
@@ -26,41 +25,15 @@ from lightning_realloc.environments.message_environment import (
     checked_reward,
     read_images,
 )
-from lightning_realloc.environments.partner import PartnerSettings, Replies, partners_of
+from lightning_realloc.environments.partner import Replies, partners_of
 from lightning_realloc.environments.tool_environment import only_calls_tools, plain_environment
 from lightning_realloc.environments.trl_environment import TrlEnvironment
 from lightning_realloc.environments.turns.chat_turns import ChatTurns
-from lightning_realloc.environments.turns.turn_parser import TurnParser
 from lightning_realloc.errors import ConfigError, GenerationError, ReallocError, RewardError, describe_error, error_line
-from lightning_realloc.generation import Conversation
 from lightning_realloc.generation.core.sample import FinishReason
 from lightning_realloc.generation.loop.asking import call, stopwatch, time_limit
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeOptions:
-    """How a run's environments are made, read and bounded."""
-
-    factory: EnvironmentFactory
-    tokenizer: PreTrainedTokenizerBase
-    stop_token_ids: frozenset[int]
-    """Tokens that end a turn of the model."""
-    template: Mapping[str, Any]
-    """Settings of the chat template, which a row's column ``chat_template_kwargs`` overrides."""
-    parser: TurnParser
-    bounds: Conversation
-    partners: PartnerSettings | None = None
-    """Models that environments may talk to; None: none."""
-    find_processor: Callable[[], ImageProcessor | None] = lambda: None
-    """Returns the model's processor of images; None for a model of text."""
-
-    def chat(self, row: Mapping[str, Any]) -> tuple[ChatTurns, Sequence[Mapping[str, Any]]]:
-        """Return the chat of a row, and the schemas in its column ``tools``."""
-        settings = template_input(row, "a row with an environment", self.template)
-        tools = settings.pop("tools") or ()
-        return ChatTurns(self.tokenizer, stop_token_ids=self.stop_token_ids, template=settings), tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +118,12 @@ class Episode:
     def shown(self) -> object:
         """The environment as reward functions get it: the user's object; None if its state is lost."""
         return _given_object(self._environment)
+
+    @property
+    def images(self) -> SampleImages | None:
+        """Images of the prompt, those of the row among them; None: no others than the row's."""
+        found = shown_files(self.prompt, self.options.find_processor) if self.changes_prompt else None
+        return None if found == self.row.get(IMAGES) else found
 
     @property
     def is_done(self) -> bool:
@@ -334,6 +313,9 @@ class Episode:
                     f"{reset} wrote no prompt, and the row has none; return one there, or add a column 'prompt'"
                 )
             check_size(begun or (), reset)
+            if begun is not None and (given := StepResult(begun)).shows_images:
+                place = f"{reset} of sample {self.replies.sample_id}"
+                begun = (await call(read_images, given, place, self.options.find_processor)).messages
             self.prompt = self.row["prompt"] if begun is None else begun
             self.tools = [tool.schema for tool in environment.tools] or self.tools
             self.changes_prompt = begun is not None or bool(environment.tools)

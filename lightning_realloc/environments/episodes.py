@@ -18,7 +18,15 @@ import torch
 
 from lightning_realloc.batch.json_column import json_column
 from lightning_realloc.batch.model_input import ModelInput, prompt_digest
-from lightning_realloc.batch.samples import Column, Ragged, Samples, model_inputs
+from lightning_realloc.batch.samples import (
+    PROMPT_IMAGES,
+    Column,
+    Ragged,
+    Samples,
+    image_column,
+    images_input,
+    model_inputs,
+)
 from lightning_realloc.data.chat import Message, as_message
 from lightning_realloc.environments.columns import (
     CONVERSATION,
@@ -30,7 +38,8 @@ from lightning_realloc.environments.columns import (
     TOOL_METRICS,
     TURN_REWARDS,
 )
-from lightning_realloc.environments.episode import Episode, EpisodeOptions, TurnTokens
+from lightning_realloc.environments.episode import Episode, TurnTokens
+from lightning_realloc.environments.episode_options import EpisodeOptions
 from lightning_realloc.environments.partner import Replies
 from lightning_realloc.errors import ConfigError, DataError
 from lightning_realloc.generation import Completion, Turn
@@ -151,6 +160,8 @@ class Episodes:
                 f"describe fewer tools, or leave the row out"
             )
             return own
+        if (images := episode.images) is not None:
+            return images_input(ids, images)
         key = prompt_digest(ids, {}, of_inputs=own.prompt_key) if own.extras else -1
         return ModelInput(ids, own.extras, key, images=own.images)
 
@@ -173,6 +184,7 @@ class Episodes:
             TURN_REWARDS: Ragged.from_list(turns, dtype=torch.float32),
             SECONDS: torch.tensor([sum(episode.seconds) for episode in episodes], dtype=torch.float32),
             NUM_CALLS: torch.tensor([episode.num_calls for episode in episodes], dtype=torch.int64),
+            PROMPT_IMAGES: image_column(episode.images for episode in episodes),
             CONVERSATION: json_column(map(_described, episodes, talks, metrics, errors)),
             **of_tools,
             **own,

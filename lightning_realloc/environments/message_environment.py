@@ -194,7 +194,7 @@ def checked_conversation(begun: object, environment: object) -> Sequence[Message
     if begun is None:
         return None
     if isinstance(begun, Sequence) and is_conversation(list(begun)):
-        _check_messages(begun, f"{type(environment).__name__}.reset")
+        _check_messages(begun, f"{type(environment).__name__}.reset", may_show_images=True)
         return begun
     raise ConfigError(
         f"{type(environment).__name__}.reset must return messages with 'role' and 'content', or None for the row's "

@@ -21,7 +21,7 @@ from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.data.prompts import EMPTY_PROMPT
 from lightning_realloc.environments import MessageEnvironment, StepResult, ToolEnvironment
 from lightning_realloc.environments.environment_factory import EnvironmentFactory
-from lightning_realloc.environments.episode import EpisodeOptions
+from lightning_realloc.environments.episode_options import EpisodeOptions
 from lightning_realloc.environments.episodes import Episodes
 from lightning_realloc.environments.turns.turn_parser import TurnParser
 from lightning_realloc.errors import ConfigError, RewardError

@@ -23,7 +23,7 @@ from lightning_realloc.batch.samples import Samples, answer_inputs, model_inputs
 from lightning_realloc.data.images.sample_images import ImageProcessor
 from lightning_realloc.environments import ToolEnvironment
 from lightning_realloc.environments.environment_factory import EnvironmentFactory
-from lightning_realloc.environments.episode import EpisodeOptions
+from lightning_realloc.environments.episode_options import EpisodeOptions
 from lightning_realloc.environments.episodes import Episodes
 from lightning_realloc.environments.turns.turn_parser import TurnParser
 from lightning_realloc.generation import Completion, GenerationEngine
@@ -123,6 +123,39 @@ def test_conversations_with_images_are_what_the_processor_makes_of_them_at_once(
         extras = joined_inputs([prompt.extras, *(answer.input.extras for answer in answers)])
         for name, values in extras.items():
             torch.testing.assert_close(values.reshape(given[name].shape), given[name], atol=0, rtol=0)
+        logprobs = model(**forward_arguments(family, ids, extras), use_cache=False).logits[0, :-1].log_softmax(-1)
+        expected = logprobs.gather(1, torch.tensor(ids)[1:, None])[len(prompt.token_ids) - 1 :, 0]
+        mask = rollout.ragged("model_mask").split()[row]
+        torch.testing.assert_close(found[row][mask], expected[mask], atol=2e-5, rtol=1e-5)
+        behaviour = rollout.ragged("behaviour_logprobs").split()[row]
+        torch.testing.assert_close(behaviour[mask], expected[mask], atol=2e-4, rtol=1e-4)
+
+
+class Showing(Drawing):
+    """Begins with an image of its own after those of the row."""
+
+    def reset(self, row: Mapping[str, Any]) -> list[Any]:
+        """Add the image to the row's question."""
+        super().reset(row)
+        return [*row["prompt"], *user({**SHOWN, "image": drawn(4)}, "look")]
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "gemma3"])
+@torch.no_grad()
+def test_a_reset_may_show_images(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_vision_model(family, max_position_embeddings=512)
+    rollout, made = play(family, Showing)
+    packed = pack(rollout, share_prompts=True)
+    found = packed.responses(token_logprobs(model, packed, only_responses=True).logprobs).split()
+    changed = [{"prompt": [*row["prompt"], *user(SHOWN, "look")], "images": [*row["images"], drawn(4)]} for row in ROWS]
+    monkeypatch.setattr("tests.environments.test_images.ROWS", changed)
+
+    assert [one.answers != () and one.finish_reason != "failure" for one in made] == [True] * 4
+    for row, (prompt, answers) in enumerate(zip(model_inputs(rollout), answer_inputs(rollout), strict=True)):
+        ids, given = processed(family, rollout, row)
+        assert [*prompt.token_ids, *rollout.ragged("response_ids").to_lists()[row]] == ids
+        extras = joined_inputs([prompt.extras, *(answer.input.extras for answer in answers)])
+        assert all(torch.equal(values.reshape(given[name].shape), given[name]) for name, values in extras.items())
         logprobs = model(**forward_arguments(family, ids, extras), use_cache=False).logits[0, :-1].log_softmax(-1)
         expected = logprobs.gather(1, torch.tensor(ids)[1:, None])[len(prompt.token_ids) - 1 :, 0]
         mask = rollout.ragged("model_mask").split()[row]

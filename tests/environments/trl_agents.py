@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lightning_realloc.batch.samples import Ragged, Samples
 from lightning_realloc.environments.environment_factory import EnvironmentFactory
-from lightning_realloc.environments.episode import EpisodeOptions
+from lightning_realloc.environments.episode_options import EpisodeOptions
 from lightning_realloc.environments.episodes import Episodes
 from lightning_realloc.environments.turns.turn_parser import TurnParser
 from lightning_realloc.generation import Completion, Conversation, Turn

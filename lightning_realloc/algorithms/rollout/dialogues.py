@@ -25,7 +25,7 @@ from lightning_realloc.batch.samples import Column, Ragged, Samples
 from lightning_realloc.data.images.sample_images import ImageProcessor, ProcessorOfTokenizer
 from lightning_realloc.data.row_tables import RowTables
 from lightning_realloc.environments.environment_factory import EnvironmentFactory, is_message_source
-from lightning_realloc.environments.episode import EpisodeOptions
+from lightning_realloc.environments.episode_options import EpisodeOptions
 from lightning_realloc.environments.episodes import Episodes
 from lightning_realloc.environments.partner import PartnerSettings, Voice
 from lightning_realloc.environments.turns.chat_turns import ChatTurns

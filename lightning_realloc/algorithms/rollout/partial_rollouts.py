@@ -24,15 +24,18 @@ from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.batch.samples import (
     ANSWER_INPUTS,
     EXTRA_INPUT,
+    PROMPT_IMAGES,
     Divided,
     Ragged,
     Samples,
     answer_column,
     answer_inputs,
+    image_column,
     model_inputs,
     samples_from_state,
     samples_state,
 )
+from lightning_realloc.environments.columns import CONVERSATION
 from lightning_realloc.errors import CheckpointError, DataError
 from lightning_realloc.generation import Completion, Engine, RolloutBudget, SamplingParams
 
@@ -77,10 +80,12 @@ class PartialRollouts:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> PartialRollouts:
-        """Restore the result of :meth:`state`, also of a version without images in environments' answers."""
+        """Restore the result of :meth:`state`, also of a version whose environments showed no images."""
         responses = samples_from_state(state["responses"])
         if "model_mask" in responses and ANSWER_INPUTS not in responses:
             responses = responses.with_columns(**{ANSWER_INPUTS: answer_column([()] * len(responses))})
+        if CONVERSATION in responses and PROMPT_IMAGES not in responses:
+            responses = responses.with_columns(**{PROMPT_IMAGES: image_column([None] * len(responses))})
         return cls(samples_from_state(state["prompts"]), responses)
 
     def check(self, num_responses: int, wanted: int, *, has_environment: bool) -> None:

@@ -267,7 +267,9 @@ def _files(
     """Return the images that parts show, those without a name in the order of the column."""
     _check_number(named, listed, place)
     left = iter(listed)
-    return [read(next(left) if value is None else value, place) for value in named]
+    values: list[Any] = [next(left) if value is None else value for value in named]
+    files: list[Any] = [value.file if isinstance(value, ShownImage) else read(value, place) for value in values]
+    return files
 
 
 def _with_parts(

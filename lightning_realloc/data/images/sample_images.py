@@ -342,14 +342,21 @@ class SampleImages(Sequence["Image"], PromptImages):
         return ImageInputs(self) if self.files else {}
 
 
+def shown_files(
+    messages: Sequence[Message], find_processor: Callable[[], ImageProcessor | None]
+) -> SampleImages | None:
+    """Return the images that messages show; None for none."""
+    files: list[Any] = [image.file for image in shown_images(messages)]
+    return SampleImages(files, find_processor()) if files else None
+
+
 def shown_input(
     token_ids: Sequence[int], messages: Sequence[Message], find_processor: Callable[[], ImageProcessor | None]
 ) -> ModelInput:
     """Return tokens of messages as the model reads them, with the images that the messages show."""
-    files: list[Any] = [image.file for image in shown_images(messages)]
-    if not files:
+    images = shown_files(messages, find_processor)
+    if images is None:
         return ModelInput(tuple(token_ids))
-    images = SampleImages(files, find_processor())
     return ModelInput(tuple(token_ids), images.inputs, prompt_digest(token_ids, {}, of_inputs=images.key))
 
 

@@ -26,6 +26,7 @@ from lightning_realloc import (
 )
 from lightning_realloc.report.runs.conversations import read_conversations
 from lightning_realloc.strategies import ReallocStrategy
+from tests.data.images.test_rows import user
 from tests.generation.random_moves import at_random, moving
 from tests.matrices import matrix
 from tests.strategies import runs
@@ -49,8 +50,10 @@ PLANS: dict[str, Any] = {
 class Drawing(MessageEnvironment):
     """Draws an image of the brightness of the turn's length, and rewards turns for their first letter."""
 
-    def reset(self, row: Mapping[str, Any]) -> None:
-        """Begin."""
+    def reset(self, row: Mapping[str, Any]) -> list[Any]:
+        """Begin with an image after the row's question."""
+        image = {"type": "image", "image": Image.new("RGB", (16, 16), (len(row["images"]) * 60, 200, 10))}
+        return [*row["prompt"], *user(image, "a")]
 
     def step(self, message: Mapping[str, Any]) -> StepResult:
         """Show the image, twice as wide for turns that begin with a small letter."""
