@@ -108,7 +108,7 @@ class MessageEnvironment:
         return ()
 
     def reset(self, row: Mapping[str, Any]) -> Sequence[Message] | Awaitable[Sequence[Message] | None] | None:
-        """Begin an episode; return the whole conversation to begin with, or None for the row's prompt.
+        """Begin an episode; return the whole conversation to begin with, images too, or None for the row's prompt.
 
         Args:
             row: The data's columns, with ``prompt`` as messages.
