@@ -106,16 +106,10 @@ def processed(family: str, rollout: Samples, row: int) -> tuple[list[int], dict[
     return ids[: len(rollout.ragged("prompt_ids").to_lists()[row]) + len(response)], given
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
-def test_conversations_with_images_are_what_the_processor_makes_of_them_at_once(family: str) -> None:
-    model = tiny_vision_model(family, max_position_embeddings=512)
-    rollout, _ = play(family, Drawing)
-
+def check_against_transformers(family: str, model: Any, rollout: Samples) -> None:
+    """Assert that tokens and pixels are the processor's, and log-probabilities those of transformers' forward."""
     packed = pack(rollout, columns=("behaviour_logprobs",), share_prompts=True)
     found = packed.responses(token_logprobs(model, packed, only_responses=True).logprobs).split()
-
-    assert sum(map(len, answer_inputs(rollout))) == 8, "two answers of each conversation show images"
     for row, (prompt, answers) in enumerate(zip(model_inputs(rollout), answer_inputs(rollout), strict=True)):
         ids, given = processed(family, rollout, row)
         response = rollout.ragged("response_ids").to_lists()[row]
@@ -129,6 +123,16 @@ def test_conversations_with_images_are_what_the_processor_makes_of_them_at_once(
         torch.testing.assert_close(found[row][mask], expected[mask], atol=2e-5, rtol=1e-5)
         behaviour = rollout.ragged("behaviour_logprobs").split()[row]
         torch.testing.assert_close(behaviour[mask], expected[mask], atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_conversations_with_images_are_what_the_processor_makes_of_them_at_once(family: str) -> None:
+    model = tiny_vision_model(family, max_position_embeddings=512)
+    rollout, _ = play(family, Drawing)
+
+    assert sum(map(len, answer_inputs(rollout))) == 8, "two answers of each conversation show images"
+    check_against_transformers(family, model, rollout)
 
 
 class Showing(Drawing):
@@ -145,23 +149,11 @@ class Showing(Drawing):
 def test_a_reset_may_show_images(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_vision_model(family, max_position_embeddings=512)
     rollout, made = play(family, Showing)
-    packed = pack(rollout, share_prompts=True)
-    found = packed.responses(token_logprobs(model, packed, only_responses=True).logprobs).split()
     changed = [{"prompt": [*row["prompt"], *user(SHOWN, "look")], "images": [*row["images"], drawn(4)]} for row in ROWS]
     monkeypatch.setattr("tests.environments.test_images.ROWS", changed)
 
     assert [one.answers != () and one.finish_reason != "failure" for one in made] == [True] * 4
-    for row, (prompt, answers) in enumerate(zip(model_inputs(rollout), answer_inputs(rollout), strict=True)):
-        ids, given = processed(family, rollout, row)
-        assert [*prompt.token_ids, *rollout.ragged("response_ids").to_lists()[row]] == ids
-        extras = joined_inputs([prompt.extras, *(answer.input.extras for answer in answers)])
-        assert all(torch.equal(values.reshape(given[name].shape), given[name]) for name, values in extras.items())
-        logprobs = model(**forward_arguments(family, ids, extras), use_cache=False).logits[0, :-1].log_softmax(-1)
-        expected = logprobs.gather(1, torch.tensor(ids)[1:, None])[len(prompt.token_ids) - 1 :, 0]
-        mask = rollout.ragged("model_mask").split()[row]
-        torch.testing.assert_close(found[row][mask], expected[mask], atol=2e-5, rtol=1e-5)
-        behaviour = rollout.ragged("behaviour_logprobs").split()[row]
-        torch.testing.assert_close(behaviour[mask], expected[mask], atol=2e-4, rtol=1e-4)
+    check_against_transformers(family, model, rollout)
 
 
 def test_answers_with_images_travel_between_ranks_as_bytes(tmp_path: Path) -> None:
