@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -20,6 +21,7 @@ from tests.runtime.parallel.pipeline_cases import (
     pipeline_beside_the_reference,
     score,
 )
+from tests.vision_models import tiny_vision_model
 from tests.workers import WorkerPool
 
 TIED = {"tie_word_embeddings": True}
@@ -148,6 +150,13 @@ def test_a_stage_keeps_names_indices_and_buffers_of_the_whole_model(family: str)
         assert [name for name, _ in stage.named_buffers()] == [name for name, _ in whole.named_buffers()]
         assert len(stage.model.layers) == 2
     assert stages[1].model.layers[1].self_attn.layer_idx == 1
+
+
+def test_single_parameters_beside_a_tower_lie_on_the_first_stage() -> None:
+    whole = tiny_vision_model("llava_onevision")
+    names = [[name for name, _ in _stage(copy.deepcopy(whole), rank).named_parameters()] for rank in (0, 1)]
+    assert ["model.image_newline" in held for held in names] == [True, False]
+    assert names[0] + names[1] == [name for name, _ in whole.named_parameters()]
 
 
 def test_both_stages_of_tied_embeddings_hold_them_as_embeddings_and_head() -> None:
