@@ -29,9 +29,8 @@ IMAGE_FAMILIES = {
 """Types of models whose images are read as here; tests compare each with transformers."""
 _BIDIRECTIONAL = frozenset({"gemma3"})
 """Types of models whose images' tokens see later ones of the same image."""
-
-_IMAGE_PARAMETERS = frozenset({"image_newline"})
-"""Names of parameters that lie beside the tower in LLaVA-OneVision, whose other stages have no use for them."""
+IMAGE_PARAMETERS = frozenset({"image_newline"})
+"""Names of parameters that a model reads only for images and holds outside its tower, as LLaVA-OneVision does."""
 
 
 def has_image_positions(model: nn.Module) -> bool:
@@ -93,12 +92,6 @@ def present_inputs(model: nn.Module, extras: Mapping[str, Tensor]) -> dict[str, 
         return dict(extras)
     stage = vars(model).get("stage_io")
     return {name: values for name, values in extras.items() if len(values) and (stage is None or stage.index == 0)}
-
-
-def image_parameters(model: nn.Module) -> list[tuple[str, str]]:
-    """Return the modules and names of single parameters that a model reads only beside images, as its tower."""
-    named = (name.rpartition(".") for name, _ in model.named_parameters())
-    return [(module, name) for module, _, name in named if name in _IMAGE_PARAMETERS]
 
 
 def token_types(model: nn.Module, ids: Tensor) -> Tensor:

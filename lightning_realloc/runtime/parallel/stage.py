@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import ModelLayout
 from lightning_realloc.runtime.model.dry_run import Placeholder
-from lightning_realloc.runtime.model.image_inputs import blocks_with_image_features, image_parameters
+from lightning_realloc.runtime.model.image_inputs import IMAGE_PARAMETERS, blocks_with_image_features
 from lightning_realloc.runtime.model.structure import find_blocks, tied_names
 
 
@@ -180,9 +180,10 @@ def cut_stage(model: nn.Module, model_layout: ModelLayout, rank: int) -> None:
     )
     for name, placeholder in unused.items():
         _place(model, name).put(placeholder)
-    for module_name, name in image_parameters(model):
-        if index not in model_layout.stages(f"{module_name}.{name}" if module_name else name):
-            model.get_submodule(module_name).register_parameter(name, None)
+    for name, _ in list(model.named_parameters()):
+        parent, _, own = name.rpartition(".")
+        if own in IMAGE_PARAMETERS and index not in model_layout.stages(name):
+            model.get_submodule(parent).register_parameter(own, None)
     vars(model)["stage_io"] = io
     model.register_forward_pre_hook(io.check_call, with_kwargs=True)
 
@@ -250,10 +251,8 @@ def _refuse_indivisible(model: nn.Module, model_layout: ModelLayout) -> None:
                 f"pp={pp}: {' and '.join(names)} are tied, and {owner} alone would lie on its stage; "
                 "untie them or use pp=1"
             )
-    only_with_images = image_parameters(model)
     for module_name, module in model.named_modules():
-        found = (own for own, _ in module.named_parameters(recurse=False))
-        direct = [own for own in found if (module_name, own) not in only_with_images]
+        direct = [own for own, _ in module.named_parameters(recurse=False) if own not in IMAGE_PARAMETERS]
         if direct and len(_runs_that_use(module, module_name, model_layout)) > 1:
             raise LayoutError(
                 f"pp={pp}: {module_name or name} holds the parameter {direct[0]!r} and modules of other stages, so "
