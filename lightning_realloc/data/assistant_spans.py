@@ -119,7 +119,7 @@ def answers(
     if not turns:
         raise DataError(
             f"{place}: a conversation needs a message from the assistant to learn, and one before it; its roles are "
-            f"{_roles(messages)}: remove the row, or leave such rows out with bad_rows='drop'"
+            f"{_roles(messages)}"
         )
 
     def rendered(end: int, add_generation_prompt: bool) -> Text:

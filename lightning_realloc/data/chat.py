@@ -60,9 +60,9 @@ def readable_values(
         if _holds_media(values[name]):
             raise DataError(
                 f"{place}: column {name!r} holds {_described(values[name])}, and the model reads "
-                f"{'text and images' if read else 'text'} alone, so it would learn without it; leave such rows out "
-                f"with bad_rows='drop', or rename the column if only reward functions or a tabulate() of your own read "
-                f"it; for a model of images, give tokenizer= its processor"
+                f"{'text and images' if read else 'text'} alone, so it would learn without it; rename the column if "
+                f"only reward functions or a tabulate() of your own read it; for a model of images, give tokenizer= "
+                f"its processor"
             )
     return {
         name: plain_messages(value, place) if name in message_columns and is_conversation(value) else value
@@ -276,7 +276,7 @@ def _text_of(message: Message, place: str) -> str:
         raise DataError(
             f"{place}: the content of a message must be text, or a list of parts like "
             f'{{"type": "text", "text": "..."}}; one of role {message["role"]!r} holds {", ".join(unreadable)}, which '
-            f"models here cannot read; leave such rows out with bad_rows='drop'"
+            f"models here cannot read"
         )
     return "".join(part["text"] for part in parts)
 

@@ -17,7 +17,15 @@ from lightning_realloc.batch.samples import Column, Samples, all_samples
 from lightning_realloc.data.chat import check_template_settings, template_input
 from lightning_realloc.data.images.row_images import IMAGE_COLUMNS, has_images, readable_rows
 from lightning_realloc.data.images.sample_images import ImageProcessor, ProcessorOfTokenizer
-from lightning_realloc.data.rows import NoUsableRowsError, Row, RowSource, folder_of, read_rows, use_good_rows
+from lightning_realloc.data.rows import (
+    NoUsableRowsError,
+    Row,
+    RowSource,
+    folder_of,
+    read_rows,
+    use_all_rows,
+    use_good_rows,
+)
 from lightning_realloc.data.sources import is_stream
 from lightning_realloc.data.tokenizers import load_tokenizer, tokenizer_in
 from lightning_realloc.errors import DataError, require_choice
@@ -148,11 +156,11 @@ class RowTables(ABC):
     def require(
         self, rows: Sequence[Row], *columns: str, way_out: str = "rename a column or add the missing ones"
     ) -> None:
-        """Raise DataError with a ``way_out`` if the rows lack one of the ``columns``."""
+        """Raise NoUsableRowsError with a ``way_out`` if the rows lack one of the ``columns``."""
         first = rows[0]
         missing = [repr(column) for column in columns if column not in first.values]
         if missing:
-            raise DataError(
+            raise NoUsableRowsError(
                 f"{first.place} has no column{'s' * (len(missing) > 1)} {' and '.join(missing)}, only "
                 f"{sorted(first.values)}; {type(self).__name__} needs {', '.join(columns)}, {way_out}"
             )
@@ -198,7 +206,7 @@ class RowTables(ABC):
         self, rows: tuple[Row, ...], use: Callable[[tuple[Row, ...]], Made], join: Callable[[Sequence[Made]], Made]
     ) -> Made:
         """Return ``use(rows)``, without the rows that it refuses if bad rows are to be dropped."""
-        return use(rows) if self.bad_rows == "refuse" else use_good_rows(rows, use, join)
+        return use_all_rows(rows, use) if self.bad_rows == "refuse" else use_good_rows(rows, use, join)
 
     @abstractmethod
     def _module(self) -> object:

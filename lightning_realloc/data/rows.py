@@ -39,6 +39,8 @@ RowSource = str | Path | Sequence[str | Path] | DatasetSource | Iterable[Mapping
 ``datasets.Dataset``."""
 
 Made = TypeVar("Made")
+MAX_ROWS_NAMED = 5
+"""Rows with errors that one message names. Raising it makes messages longer, and the search for such rows."""
 
 
 class NoUsableRowsError(DataError):
@@ -157,29 +159,83 @@ def use_good_rows(
     Raises:
         NoUsableRowsError: if no row is left.
     """
-    parts, errors = _use_in_parts(rows, use)
-    bad = [error for error in errors if not isinstance(error, NoUsableRowsError)]
+    parts: list[Made] = []
+    refused: list[_Refused] = []
+    for part in _parts(rows, use):
+        if isinstance(part, _Refused):
+            refused.append(part)
+        else:
+            parts.append(part)
+    bad = [part for part in refused if part.is_bad]
     if bad:
-        rank_zero_warn(f"bad_rows='drop' left out {len(bad)} of {len(rows)} rows; the first error: {bad[0]}")
+        rank_zero_warn(
+            f"bad_rows='drop' left out {len(bad)} of {len(rows)} rows; the first error: {bad[0].error}{_others(bad)}"
+        )
     if not parts:
-        raise NoUsableRowsError(f"none of {len(rows)} rows can be used; the first error: {errors[0]}")
+        raise NoUsableRowsError(f"none of {len(rows)} rows can be used; the first error: {refused[0].error}")
     return parts[0] if len(parts) == 1 else join(parts)
 
 
-def _use_in_parts(rows: tuple[Row, ...], use: Callable[[tuple[Row, ...]], Made]) -> tuple[list[Made], list[DataError]]:
-    """Return ``use`` of the parts between the rows that it refuses, found by halving, and the errors of those rows.
+def use_all_rows(rows: tuple[Row, ...], use: Callable[[tuple[Row, ...]], Made]) -> Made:
+    """Return ``use(rows)``.
 
-    Errors include the `NoUsableRowsError` of parts whose rows are all left out because of another setting.
+    Raises:
+        DataError: for rows that it refuses. It names them, and how to leave them out if others can be used.
     """
     try:
-        return [use(rows)], []
+        return use(rows)
+    except NoUsableRowsError:
+        raise
+    except DataError as error:
+        bad: list[_Refused] = []
+        way_out = ""
+        for part in _parts(rows, use):
+            if not isinstance(part, _Refused):
+                way_out = "; leave such rows out with bad_rows='drop'"
+            elif part.is_bad:
+                bad.append(part)
+            if len(bad) > MAX_ROWS_NAMED:
+                break
+        if not bad:  # each row can be used without the others
+            raise
+        raise DataError(f"{bad[0].error}{way_out}{_others(bad)}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """Rows that cannot be used."""
+
+    rows: tuple[Row, ...]
+    """One row with an error, or several that are left out because of another setting."""
+    error: DataError
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether a row has an error."""
+        return not isinstance(self.error, NoUsableRowsError)
+
+
+def _parts(rows: tuple[Row, ...], use: Callable[[tuple[Row, ...]], Made]) -> Iterator[Made | _Refused]:
+    """Yield ``use`` of the parts between the rows that it refuses, found by halving, and those rows."""
+    try:
+        made = use(rows)
     except DataError as error:
         if len(rows) == 1 or isinstance(error, NoUsableRowsError):
-            return [], [error]
-        middle = len(rows) // 2
-        first, errors = _use_in_parts(rows[:middle], use)
-        second, others = _use_in_parts(rows[middle:], use)
-        return first + second, errors + others
+            yield _Refused(rows, error)
+            return
+    else:
+        yield made
+        return
+    middle = len(rows) // 2
+    yield from _parts(rows[:middle], use)
+    yield from _parts(rows[middle:], use)
+
+
+def _others(bad: Sequence[_Refused]) -> str:
+    """Return a phrase that names the rows after the first one, as many as a message names; empty for one row."""
+    places = [part.rows[0].place for part in bad[1:MAX_ROWS_NAMED]]
+    more = " and others" if len(bad) > MAX_ROWS_NAMED else ""
+    return f"; further rows with errors: {'; '.join(places)}{more}" if places else ""
 
 
 def check_same_columns(row: Row, first: Row) -> None:

@@ -27,6 +27,7 @@ from lightning_realloc.environments import Tool
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import Completion, SamplingParams
 from tests.commands.calling_model import WRITTEN, calling_model
+from tests.data.images.test_image_files import damaged
 from tests.data.images.test_rows import drawn, user
 from tests.environments.some_tools import add, call, turn
 from tests.environments.turns.chat_families import Message, encode, family_of, stop_ids, tokenizer_of
@@ -217,6 +218,22 @@ def test_a_model_of_images_is_shown_those_of_tools() -> None:
     for name in ("pixel_values", "image_grid_thw"):
         assert torch.equal(asked[1].extras[name], expected[name])
     assert "Look: \n  [image]\n" in output.getvalue()
+
+
+def test_a_model_reads_that_an_image_of_a_tool_is_damaged() -> None:
+    def draw() -> object:
+        """Draw an image."""
+        return [{"type": "image", "image": damaged()}]
+
+    script = Script(FAMILY, said(FAMILY, turn(call("draw", {}))), said(FAMILY, turn(content="Well.")))
+    session, _ = session_of(FAMILY, script, draw)
+    processor = ImageProcessor(tiny_processor("qwen2_5_vl"))
+    session._processor = lambda: processor  # type: ignore[method-assign]
+
+    assert session.ask("Draw.") == "Well."
+
+    error = json.loads(session.messages[2]["content"])["error"]
+    assert re.fullmatch(r"draw: its image is damaged inside its pixels \(.*\); correct it", error)
 
 
 def test_a_model_of_text_reads_that_images_of_tools_are_not_for_it() -> None:

@@ -118,7 +118,7 @@ class _Picture:
 def test_rows_with_images_are_refused(column: str, value: Any) -> None:
     with pytest.raises(DataError, match=f"row 0 of the data set: column '{column}' holds .* rename the column if only"):
         batch_of(PromptDataModule, {"prompt": [USER], column: value})
-    with pytest.raises(DataError, match=f"column '{column}' holds .* leave such rows out with bad_rows='drop'"):
+    with pytest.raises(DataError, match=f"column '{column}' holds .* alone, so it would learn without it; rename"):
         batch_of(SFTDataModule, {"messages": [USER, GOOD], column: value})
 
 

@@ -59,9 +59,11 @@ class ImageFile(StoredObject):
     height: int
     key: int = field(repr=False)
     """64 bits that tell images apart: a hash of bytes or pixels; of a path, of its name and size."""
+    way_out: str = field(default="correct it", repr=False, compare=False)
+    """Advice of the error about pixels that cannot be decoded."""
 
     @classmethod
-    def read(cls, value: object, place: str, *, folder: Path | None = None) -> ImageFile:
+    def read(cls, value: object, place: str, *, folder: Path | None = None, way_out: str = "correct it") -> ImageFile:
         """Return the image that a column or a part of a message names. Of files, only the header is read.
 
         Args:
@@ -69,6 +71,7 @@ class ImageFile(StoredObject):
                 `datasets` has undecoded images.
             place: Location of the row, for error messages.
             folder: Folder of relative paths that do not exist in the working directory.
+            way_out: Advice of the error of `open` about pixels that cannot be decoded.
 
         Raises:
             DataError: for a value that is no image, a file that is missing, damaged or cut off, and images with more
@@ -83,20 +86,25 @@ class ImageFile(StoredObject):
         if not is_pillow_image(source):
             _check_end(source, image.format, place)
         try:
-            return cls(source, place, width, height, _key(source) if key is None else key)
+            return cls(source, place, width, height, _key(source) if key is None else key, way_out)
         except Exception as error:  # Pillow's images may be closed, or decode their file here
             raise _damaged(source, place, error) from error
 
     @classmethod
     def copy_of(cls, value: object, place: str) -> ImageFile:
-        """Return the same as `read` with bytes of its own, whatever becomes of the file or the object afterwards."""
+        """Return the same as `read` with bytes of its own, whatever becomes of the file or the object afterwards.
+
+        Raises:
+            DataError: also for pixels that cannot be decoded.
+        """
         found = cls.read(value, place)
+        if isinstance(found.source, Path):
+            found = cls.read(found.source.read_bytes(), place)
+        pixels = found.open()
         if isinstance(found.source, bytes):
             return found
-        if isinstance(found.source, Path):
-            return cls.read(found.source.read_bytes(), place)
         stream = BytesIO()
-        found.open().save(stream, "PNG")
+        pixels.save(stream, "PNG")
         return cls.read(stream.getvalue(), place)
 
     @property
@@ -118,8 +126,7 @@ class ImageFile(StoredObject):
         except Exception as error:  # damaged files raise errors of any class
             raise DataError(
                 f"{self.place}: {_name(self.source)} is damaged inside its pixels ({type(error).__name__}: {error}); "
-                f"correct it, or give check_pixels=True, which finds such images at the start, with bad_rows='drop', "
-                f"which leaves their rows out"
+                f"{self.way_out}"
             ) from error
         if upright.size != self.size:
             raise DataError(
@@ -131,7 +138,8 @@ class ImageFile(StoredObject):
     def state(self) -> dict[str, Any]:
         """Return plain data: the path, or the bytes of the image."""
         source: str | bytes = str(self.source) if isinstance(self.source, Path) else _encoded(self.source)
-        return {"source": source, "place": self.place, "width": self.width, "height": self.height, "key": self.key}
+        sizes = {"width": self.width, "height": self.height}
+        return {"source": source, "place": self.place, **sizes, "key": self.key, "way_out": self.way_out}
 
     def address(self) -> str:
         """Return the image with its bytes as a ``data:`` address, for JSON."""
@@ -217,7 +225,7 @@ def _existing(path: Path, place: str, folder: Path | None) -> Path:
         )
     where = " nor in ".join(dict.fromkeys(str(candidate.parent.absolute()) for candidate in candidates))
     found = "only a folder" if any(map(os.path.isdir, candidates)) else "no image"
-    raise DataError(f"{place}: there is {found} {path.name!r} in {where}; correct the path, or leave the row out")
+    raise DataError(f"{place}: there is {found} {path.name!r} in {where}; correct the path")
 
 
 # ---- content
@@ -232,10 +240,7 @@ def _opened(source: Path | bytes | Callable[[], bytes], place: str) -> Image:
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image = Image.open(file)
     except UnidentifiedImageError as error:
-        raise DataError(
-            f"{place}: {_name(source)} is not an image that Pillow reads; correct it, or leave such rows out with "
-            f"bad_rows='drop'"
-        ) from error
+        raise DataError(f"{place}: {_name(source)} is not an image that Pillow reads; correct it") from error
     except Image.DecompressionBombError as error:
         raise DataError(
             f"{place}: {_name(source)} has more than the {MAX_PIXELS:,} pixels that are read; shrink it"
@@ -299,17 +304,11 @@ def _check_end(source: Path | bytes | Callable[[], bytes], kind: str | None, pla
     else:
         last = _bytes_of(source)[-length:]
     if mark not in last:
-        raise DataError(
-            f"{place}: {_name(source)} is cut off: its {kind} data has no end; load it again, or leave such rows out "
-            f"with bad_rows='drop'"
-        )
+        raise DataError(f"{place}: {_name(source)} is cut off: its {kind} data has no end; load it again")
 
 
 def _damaged(source: object, place: str, error: Exception) -> DataError:
-    return DataError(
-        f"{place}: {_name(source)} is damaged ({type(error).__name__}: {error}); correct it, or leave such rows out "
-        f"with bad_rows='drop'"
-    )
+    return DataError(f"{place}: {_name(source)} is damaged ({type(error).__name__}: {error}); correct it")
 
 
 def _bytes_of(source: bytes | Callable[[], bytes]) -> bytes:

@@ -19,6 +19,11 @@ IMAGE_COLUMNS = ("image", "images")
 """Columns with the images of a row; TRL has the same."""
 _IMAGE_PARTS = frozenset({"image", "image_url", "input_image"})
 """Types of the parts of a message that are images, as Hugging Face and OpenAI name them."""
+_WAY_OUT = (
+    "correct it, or give check_pixels=True, which finds such images at the start, with bad_rows='drop', which leaves "
+    "their rows out"
+)
+"""Advice during a run about an image whose pixels cannot be decoded."""
 _CONTINUING = ("completion", "chosen", "rejected")
 """Columns whose messages continue those of ``prompt``, each on its own."""
 
@@ -41,12 +46,12 @@ def readable_rows(
         check_pixels: Whether to decode each image.
     """
     read = () if processor is None else IMAGE_COLUMNS
+    read_file = partial(ImageFile.read, folder=folder, **({} if check_pixels else {"way_out": _WAY_OUT}))
     made: list[Row] = []
     for row in rows:
         values: Mapping[str, Any] = row.values
         if processor is not None:
             if has_images(values, message_columns):
-                read_file = partial(ImageFile.read, folder=folder)
                 shown = with_images(values, message_columns, row.place, processor, read=read_file)
             else:
                 opened = _with_message(values, message_columns) if as_messages else values

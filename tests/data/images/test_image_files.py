@@ -116,14 +116,20 @@ def damaged() -> bytes:
 def test_damage_inside_a_file_is_named_when_the_image_is_opened() -> None:
     found = ImageFile.read(damaged(), "row 3")
 
-    with pytest.raises(DataError, match=r"row 3: its image is damaged inside its pixels \(.* give check_pixels=True"):
+    with pytest.raises(DataError, match=r"row 3: its image is damaged inside its pixels \(.*\); correct it$"):
         found.open()
+    with pytest.raises(DataError, match=r"row 3: its image is damaged inside its pixels \("):
+        ImageFile.copy_of(damaged(), "row 3")
+    (images,) = prompts([{"prompt": "what?", "image": damaged()}]).tables["train"].objects("images")
+    with pytest.raises(DataError, match=r"row 0 .*; correct it, or give check_pixels=True, .* with bad_rows='drop'"):
+        images[0]
 
 
 def test_damage_inside_a_file_is_found_at_the_start_if_pixels_are_checked() -> None:
     rows = [{"prompt": "what?", "image": noise()}, {"prompt": "what?", "image": damaged()}]
 
-    with pytest.raises(DataError, match="row 1 of the data set: its image is damaged inside its pixels"):
+    advice = "correct it; leave such rows out with bad_rows='drop'"
+    with pytest.raises(DataError, match=f"row 1 of the data set: its image is damaged inside its pixels .* {advice}$"):
         prompts(rows, check_pixels=True)
     with pytest.warns(UserWarning, match="left out 1 of 2 rows"):
         assert len(prompts(rows, check_pixels=True, bad_rows="drop").tables["train"]) == 1
@@ -183,6 +189,23 @@ def test_a_row_whose_images_do_not_fit_its_messages_is_named_or_left_out(
 
     with pytest.warns(UserWarning, match="left out 1 of 2 rows"):
         assert len(prompts([good, row], bad_rows="drop").tables["train"]) == 1
+
+
+def test_all_rows_with_bad_images_are_named_up_to_a_bound() -> None:
+    values = [noise(), b"a", noise(), b"b", *[b"c"] * 4]
+    rows = [{"prompt": "what?", "image": value} for value in values]
+    named = "; further rows with errors: row 3 of the data set; row 4 of the data set"
+
+    for count in (5, 8):
+        end = "$" if count == 5 else "; row 5 of the data set; row 6 of the data set and others$"
+        with pytest.raises(
+            DataError, match=f"^row 1 of the data set: .*; leave such rows out with bad_rows='drop'{named}{end}"
+        ):
+            prompts(rows[:count])
+        with pytest.warns(UserWarning, match=f"left out {count - 2} of {count} rows.*: row 1 of .*{named}{end}"):
+            assert len(prompts(rows[:count], bad_rows="drop").tables["train"]) == 2
+    with pytest.raises(DataError, match=r"row 0 .* correct it; further rows with errors: row 1 of the data set$"):
+        prompts(rows[4:6])
 
 
 def test_images_for_a_model_of_text_are_refused() -> None:
