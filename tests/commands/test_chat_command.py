@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from lightning_realloc.commands.chat_command import run_chat
 from lightning_realloc.commands.chat_session import ChatSession, TokenStream, load_model, model_folder
 from lightning_realloc.errors import CheckpointError, ConfigError, DataError, GenerationError, ReallocError
 from lightning_realloc.generation import SamplingParams
+from tests.data.images.test_image_files import damaged
 from tests.models import byte_tokenizer, tiny_model
 from tests.vision_models import tiny_vision_model
 from tests.vision_processors import tiny_processor
@@ -84,6 +86,10 @@ def test_a_conversation_that_is_too_long_is_refused_and_not_kept(folder: Path) -
 def test_one_question_comes_from_a_flag_or_from_a_pipe(folder: Path) -> None:
     asked = _chat(folder, "--prompt", "Hello", "--temperature", "0")
     assert asked and asked == _chat(folder, "--temperature", "0", typed="Hello\n")
+    line = "x" * 80
+    assert _chat(folder, typed=f"{line}\n")
+    with pytest.raises(GenerationError, match="leaves no room"):  # both lines are one question
+        _chat(folder, typed=f"{line}\n{line}\n")
     with pytest.raises(ConfigError, match="the question is empty"):
         _chat(folder, typed=" \n")
 
@@ -114,19 +120,21 @@ def test_images_wait_for_an_answer_and_bad_ones_are_refused_at_once(
     folder = tmp_path_factory.mktemp("vision")
     tiny_vision_model("llava", max_position_embeddings=128).save_pretrained(folder)
     tiny_processor("llava").save_pretrained(folder)
-    ball, text = folder / "ball.png", folder / "text.png"
+    ball, text, hurt = folder / "ball.png", folder / "text.png", folder / "hurt.png"
     Image.new("RGB", (16, 16), "red").save(ball)
     text.write_text("no image")
+    hurt.write_bytes(damaged())
     waits = f"(the next question shows {ball})\n"
-    typed = f"/image {text}\n/image {ball}\n{'x' * 500}\nHi\nAnd?\n/image {ball}\n/reset\nHi\n"
+    typed = f"/image {text}\n/image {hurt}\n/image {ball}\n{'x' * 500}\nHi\nAnd?\n/image {ball}\n/reset\nHi\n"
     said = _chat(folder, typed=typed, terminal=True)
-    assert f"{text} is not an image that Pillow reads" in said and said.count(waits) == 3
+    assert f"{text} is not an image that Pillow reads; correct it; /reset" in said and said.count(waits) == 3
+    assert re.search(rf"{hurt} is damaged inside its pixels \(.*\); correct it; /reset", said)
     assert said.index("leaves no room") < said.rindex(waits, 0, said.index("(the conversation is empty)"))
     session = ChatSession.load(str(folder), SamplingParams(max_new_tokens=4), lambda text: None, device="cpu")
     session.ask("Hi", [str(ball)])
     session.ask("And?")
     assert [isinstance(message["content"], list) for message in session.messages] == [True, False, False, False]
-    with pytest.raises(DataError, match=r"there is no image 'none\.png'"):
+    with pytest.raises(DataError, match=r"there is no image 'none\.png' in .*; correct the path$"):
         _chat(folder, "--image", "none.png", typed="Hi\n", terminal=True)
 
 
