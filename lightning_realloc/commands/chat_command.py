@@ -26,7 +26,11 @@ def chat_parser() -> CommandParser:
     folder = "Folder of a model, of adapters or of a run, or a Hugging Face name."
     add("folder", nargs="?", metavar="FOLDER", help=folder)
     add("--system", metavar="TEXT", help="System message at the beginning of the conversation.")
-    add("--prompt", metavar="TEXT", help="One question. Without it, all lines of a pipe are one, and a terminal asks several.")
+    add(
+        "--prompt",
+        metavar="TEXT",
+        help="One question. Without it, all lines of a pipe are one, and a terminal asks several.",
+    )
     image = "Image that the first question is about; may be repeated. In a conversation: /image FILE."
     add("--image", action="append", default=[], metavar="FILE", help=image)
     tools = f"Tools that the model may call, one or several: {TOOL_FORMS}."

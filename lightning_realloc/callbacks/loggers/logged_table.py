@@ -5,15 +5,20 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TextIO
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, TextIO
 
-from lightning_realloc.callbacks.loggers.sample_thumbnails import KeyedImages
+from lightning_realloc.callbacks.loggers.sample_thumbnails import THUMBNAIL_NAMES, KeyedImages
 from lightning_realloc.remote_path import AnyPath, RemotePath
 
 MAX_MARKDOWN_CELL_CHARACTERS = 1000
 """Longest cell in Markdown, which is shown whole; longer cells are cut."""
+MAX_THUMBNAILS = 1000
+"""Thumbnails next to a table, the newest; a report shows 300. Each more takes up to 12 kB."""
 
 Row = Mapping[str, object]
 
@@ -47,8 +52,9 @@ class Table:
     def append_to(self, path: AnyPath) -> None:
         """Append the rows to a CSV file; columns that its header lacks are dropped.
 
-        Conversations go to a file next to it with the suffix ``.jsonl``, one a line, and thumbnails into a folder. In
-        an object store, which cannot append, the whole files are written again, in one request each.
+        Conversations go to a file next to it with the suffix ``.jsonl``, one a line, and thumbnails into a folder,
+        which keeps the newest ones of the run. In an object store, which cannot append, the whole files are written
+        again, in one request each, and all thumbnails are kept.
 
         Raises:
             OSError: if it cannot be written. Stores raise errors of other classes, too.
@@ -71,10 +77,17 @@ class Table:
             file.write(self.to_csv(header))
 
     def _write_files(self, folder: AnyPath) -> None:
+        if self.begins_run and folder.is_dir():
+            for path in _thumbnails_in(folder):
+                path.unlink()
         if self.files and not isinstance(folder, RemotePath):
             folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files.items():
             (folder / name).write_bytes(content)
+        if self.files and isinstance(folder, Path):
+            newest = sorted(_thumbnails_in(folder), key=os.path.getmtime, reverse=True)
+            for path in newest[MAX_THUMBNAILS:]:
+                path.unlink()
 
     def _append_conversations(self, path: AnyPath) -> None:
         text = "".join(json.dumps(one, ensure_ascii=False, default=plain_text) + "\n" for one in self.conversations)
@@ -99,6 +112,11 @@ class Table:
 def files_folder(path: AnyPath) -> AnyPath:
     """Return the folder of the thumbnails that a CSV file names, next to it."""
     return path.parent / f"{path.name.removesuffix(path.suffix)}_images"
+
+
+def _thumbnails_in(folder: AnyPath) -> list[Any]:
+    """Return the files in a folder that have names of thumbnails."""
+    return [path for path in folder.iterdir() if fnmatchcase(path.name, THUMBNAIL_NAMES)]
 
 
 def markdown(rows: Sequence[Row]) -> str:

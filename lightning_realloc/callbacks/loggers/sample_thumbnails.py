@@ -22,6 +22,8 @@ MAX_THUMBNAIL_BYTES = 12_000
 """Largest thumbnail; larger ones lose details."""
 MAX_IMAGES_PER_SAMPLE = 4
 """Thumbnails of a sample, of its first images; more take longer to write."""
+THUMBNAIL_NAMES = f"{16 * '[0-9a-f]'}-*.jpg"
+"""Pattern of the names of files: a key of images, and the number of one among them."""
 _QUALITIES = (85, 60, 35)
 _UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, MemoryError, ReallocError)
 """Errors of images that cannot be decoded."""

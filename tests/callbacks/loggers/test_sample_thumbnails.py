@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from lightning_realloc.callbacks.loggers import logged_table
 from lightning_realloc.callbacks.loggers.logged_table import Table, files_folder, plain_text
 from lightning_realloc.callbacks.loggers.sample_thumbnails import MAX_THUMBNAIL_BYTES, row_images, thumbnail
+from lightning_realloc.remote_path import as_path
 
 images = pytest.importorskip("PIL.Image")
 
@@ -103,3 +106,32 @@ def test_a_table_names_the_files_next_to_it(tmp_path: Path) -> None:
     folder = files_folder(tmp_path / "rollouts.csv")
     assert [(one.name, one.read_bytes()) for one in Path(str(folder)).iterdir()] == list(found.files.items())
     assert plain_text(given) == "1 images with the key 0000000000000007"
+
+
+@pytest.mark.parametrize("address", ["", "memory://"])
+def test_a_new_run_removes_thumbnails_of_an_earlier_one(tmp_path: Path, address: str) -> None:
+    path = as_path(f"{address}{tmp_path}/rollouts.csv")
+
+    def write(begins: bool, *numbers: int) -> list[str]:
+        files = {f"{number:016x}-0.jpg": b"content" for number in numbers}
+        row = {"step": 0, "images": tuple(files)}
+        Table("rollouts", (row,), 0, begins_run=begins, files=files).append_to(path)
+        return sorted(one.name for one in files_folder(path).iterdir())
+
+    assert write(True, 1, 2) == ["0000000000000001-0.jpg", "0000000000000002-0.jpg"]
+    (files_folder(path) / "notes.jpg").write_bytes(b"of the user")
+    assert write(False, 255) == [*(f"{number:016x}-0.jpg" for number in (1, 2, 255)), "notes.jpg"]
+    assert write(True, 3) == ["0000000000000003-0.jpg", "notes.jpg"]
+    assert write(True) == ["notes.jpg"]
+
+
+def test_the_newest_thumbnails_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logged_table, "MAX_THUMBNAILS", 3)
+    path = tmp_path / "rollouts.csv"
+    for number in (1, 2, 3, 1, 4):  # the first one is shown again
+        files = {f"{number:016x}-0.jpg": b"content"}
+        Table("rollouts", ({"images": tuple(files)},), 0, files=files).append_to(path)
+        times = {one.name: one.stat().st_mtime_ns for one in files_folder(path).iterdir()}
+        for name in times:  # as if a second had passed
+            os.utime(tmp_path / "rollouts_images" / name, ns=(times[name] - 10**9, times[name] - 10**9))
+    assert sorted(times) == [f"{number:016x}-0.jpg" for number in (1, 3, 4)]
