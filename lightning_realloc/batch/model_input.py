@@ -42,12 +42,15 @@ class ModelInput:
     """(3, P) positions of the tokens in time, height and width, on the host; None: their places."""
     shift: int = field(default=0, compare=False)
     """What the position of a token after the prompt is more than its place."""
-    images: PromptImages | None = field(default=None, compare=False)
-    """Images that ``extras`` are made of, for engines that read them themselves; None if there are none."""
 
     def __post_init__(self) -> None:
         if self.prompt_key < 0:
             object.__setattr__(self, "prompt_key", prompt_digest(self.token_ids, self.extras))
+
+    @property
+    def images(self) -> PromptImages | None:
+        """Images that ``extras`` are made of; None if there are none."""
+        return getattr(self.extras, "images", None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,10 @@ class PromptImages(StoredObject):
         """Read the ``inputs`` of samples in the background, in this order, shortly before they are asked for."""
 
     @abstractmethod
+    def read_next(self) -> None:
+        """Read ``inputs`` in the background, before those of other samples whose reading has not begun."""
+
+    @abstractmethod
     def paths(self, folder: Path) -> list[Path]:
         """Return a file of each image with its encoded bytes; for images in no file of their own, one in ``folder``."""
 

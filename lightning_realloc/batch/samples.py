@@ -262,6 +262,13 @@ def prompt_images(samples: Samples) -> list[PromptImages | None]:
     return [own or images for own, images in zip(_stored(samples.ragged(PROMPT_IMAGES)), of_data, strict=True)]
 
 
+def images_in_order(samples: Samples) -> list[list[PromptImages]]:
+    """Return the images of each sample's prompt, if it shows some, and of each answer of its environment that does."""
+    every = zip(prompt_images(samples), answer_inputs(samples), strict=True)
+    given = ((of_prompt, *(one.input.images for one in answers)) for of_prompt, answers in every)
+    return [[images for images in row if images is not None] for row in given]
+
+
 def model_inputs(samples: Samples) -> list[ModelInput]:
     """Return each sample's prompt as a model reads it, with its key from the column ``prompt_key`` if there is one."""
     extras = {name: column.split() for name, column in extra_inputs(samples).items()}
@@ -280,7 +287,7 @@ def model_inputs(samples: Samples) -> list[ModelInput]:
 def images_input(token_ids: Sequence[int], images: PromptImages, prompt_key: int = -1) -> ModelInput:
     """Return a prompt with images; -1: with a key of its token ids and images."""
     key = prompt_digest(token_ids, {}, of_inputs=images.key) if prompt_key < 0 else prompt_key
-    return ModelInput(tuple(token_ids), images.inputs, key, images=images)
+    return ModelInput(tuple(token_ids), images.inputs, key)
 
 
 def answer_column(answers: Iterable[Sequence[AnswerInput]]) -> Ragged:

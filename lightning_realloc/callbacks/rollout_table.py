@@ -17,7 +17,6 @@ from lightning_realloc.callbacks.loggers.logged_table import Row, Table
 from lightning_realloc.callbacks.loggers.sample_thumbnails import row_images
 from lightning_realloc.callbacks.loggers.writers import WRITERS, LoggerOutput, logger_writer
 from lightning_realloc.callbacks.run_view import run_view
-from lightning_realloc.data.images.sample_images import ImageInputs
 from lightning_realloc.environments.columns import CONVERSATION
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.remote_output import require_writable
@@ -128,7 +127,7 @@ def _shown_images(samples: Samples) -> list[list[object]]:
     shown = (own or images for own, images in zip(prompt_images(samples), of_data, strict=True))
     of_prompts = [[] if images is None else [images] for images in shown]
     return [
-        [*of_prompt, *(one.input.extras.images for one in answers if isinstance(one.input.extras, ImageInputs))]
+        [*of_prompt, *(one.input.images for one in answers if one.input.images is not None)]
         for of_prompt, answers in zip(of_prompts, answer_inputs(samples), strict=True)
     ]
 

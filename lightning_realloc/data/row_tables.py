@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from lightning_realloc.batch.samples import Column, Samples, all_samples
 from lightning_realloc.data.chat import check_template_settings, template_input
+from lightning_realloc.data.images.processor_of_tokenizer import ProcessorOfTokenizer
 from lightning_realloc.data.images.row_images import IMAGE_COLUMNS, has_images, readable_rows
-from lightning_realloc.data.images.sample_images import ImageProcessor, ProcessorOfTokenizer
+from lightning_realloc.data.images.sample_images import ImageProcessor
 from lightning_realloc.data.rows import (
     NoUsableRowsError,
     Row,

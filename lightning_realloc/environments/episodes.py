@@ -163,7 +163,7 @@ class Episodes:
         if (images := episode.images) is not None:
             return images_input(ids, images)
         key = prompt_digest(ids, {}, of_inputs=own.prompt_key) if own.extras else -1
-        return ModelInput(ids, own.extras, key, images=own.images)
+        return ModelInput(ids, own.extras, key)
 
     def _columns(
         self, episodes: Sequence[Episode], talks: Sequence[list[Message]], errors: Sequence[str | None]

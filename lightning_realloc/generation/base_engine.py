@@ -267,7 +267,7 @@ class Engine(ABC):
         given = {id(part): part for sample in samples for _, part in sample.inputs if part.extras}
         if extras := sorted({name for part in given.values() for name in part.extras}):
             self._check_extra_inputs(extras)
-            if shown := [sample.input.images for sample in samples if sample.input.images is not None]:
+            if shown := [part.images for part in given.values() if part.images is not None]:
                 shown[0].read_ahead(shown)
             placed = {key: placed_input(self._model, part) for key, part in given.items()}
             for sample in samples:
@@ -277,6 +277,8 @@ class Engine(ABC):
     def _placed(self, answer: ModelInput) -> ModelInput:
         """Return an environment's answer that shows images, checked, with positions counted from its first token."""
         self._check_extra_inputs(sorted(answer.extras))
+        if answer.images is not None:
+            answer.images.read_next()
         return placed_input(self._model, answer)
 
     def _check_extra_inputs(self, names: Sequence[str]) -> None:

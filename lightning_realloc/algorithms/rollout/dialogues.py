@@ -22,7 +22,8 @@ from lightning_realloc.algorithms.rollout.token_environment import (
 )
 from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.batch.samples import Column, Ragged, Samples
-from lightning_realloc.data.images.sample_images import ImageProcessor, ProcessorOfTokenizer
+from lightning_realloc.data.images.processor_of_tokenizer import ProcessorOfTokenizer
+from lightning_realloc.data.images.sample_images import ImageProcessor
 from lightning_realloc.data.row_tables import RowTables
 from lightning_realloc.environments.environment_factory import EnvironmentFactory, is_message_source
 from lightning_realloc.environments.episode_options import EpisodeOptions

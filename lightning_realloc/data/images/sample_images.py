@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast, overload
 
 from torch import Tensor
-from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import AutoProcessor, ProcessorMixin
 
 from lightning_realloc.batch.model_input import ModelInput, prompt_digest
 from lightning_realloc.batch.prompt_images import PromptImages
@@ -126,6 +126,10 @@ class ImageProcessor:
         """Read samples in the background, in this order and in place of any earlier one, as `inputs` is called."""
         self._ahead.expect({images.key: images for images in order})
 
+    def read_next(self, images: SampleImages) -> None:
+        """Read a sample in the background, before others that are waiting."""
+        self._ahead.put_first(images)
+
     def save(self, folder: Path) -> None:
         """Write the files that `load` reads, tokenizer included."""
         self._processor.save_pretrained(str(folder))
@@ -199,6 +203,13 @@ class _ReadAhead:
             self._waiting = {key: images for key, images in order.items() if key not in self._begun}
             self._begin()
 
+    def put_first(self, images: SampleImages) -> None:
+        """Read a sample before those that are waiting."""
+        with self._lock:
+            if images.key not in self._begun:
+                self._waiting = {images.key: images} | self._waiting
+            self._begin()
+
     def take(self, images: SampleImages) -> Future[Mapping[str, Tensor]] | None:
         """Return the inputs of a sample whose reading was begun; None for another one. The next one is begun."""
         with self._lock:
@@ -213,37 +224,6 @@ class _ReadAhead:
                 self._pool = ThreadPoolExecutor(min(READ_AHEAD, os.cpu_count() or 1), "images")
             key = next(iter(self._waiting))
             self._begun[key] = self._pool.submit(self._read, self._waiting.pop(key))
-
-
-class ProcessorOfTokenizer:
-    """Finds the processor of images that belongs to a tokenizer, and keeps it.
-
-    Args:
-        settings: Settings by name with which it is loaded.
-    """
-
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        self.settings = dict(settings)
-        self.given: ProcessorMixin | None = None
-        """Processor that the user gave in place of a tokenizer."""
-        self._found: tuple[PreTrainedTokenizerBase, ImageProcessor | None] | None = None
-
-    def find(self, tokenizer: PreTrainedTokenizerBase, given: ProcessorMixin | None) -> ImageProcessor | None:
-        """Return the given processor, or the one of the tokenizer's name or folder; None for a model of text.
-
-        A tokenizer without a chat template gets the processor's.
-
-        Raises:
-            DataError: if the processor cannot be loaded.
-        """
-        if self._found is None or self._found[0] is not tokenizer:
-            given = given if self.given is None else self.given
-            load = ImageProcessor.load
-            found = load(tokenizer.name_or_path, self.settings) if given is None else ImageProcessor(given)
-            if found is not None and tokenizer.chat_template is None:
-                tokenizer.chat_template = found.chat_template
-            self._found = tokenizer, found
-        return self._found[1]
 
 
 class SampleImages(Sequence["Image"], PromptImages):
@@ -317,6 +297,10 @@ class SampleImages(Sequence["Image"], PromptImages):
     def read_ahead(self, order: Sequence[SampleImages]) -> None:
         """Read the inputs of samples in the background; see `ImageProcessor.read_ahead`."""
         self.processor.read_ahead(order)
+
+    def read_next(self) -> None:
+        """Read the inputs in the background; see `ImageProcessor.read_next`."""
+        self.processor.read_next(self)
 
     def paths(self, folder: Path) -> list[Path]:
         """Return a file of each image with its encoded bytes; for images in no file of their own, one in ``folder``."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_realloc.batch.samples import Column, Ragged, Samples, prompt_images
+from lightning_realloc.batch.samples import Column, Ragged, Samples, images_in_order
 from lightning_realloc.batch.training import Totals
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import DataError, PlanError
@@ -114,8 +114,8 @@ class PositionedRows:
 
     def read_images_ahead(self, parts: Sequence[Sequence[int]]) -> None:
         """Read the images of the samples at these positions in the background, in this order."""
-        images = prompt_images(self._rows)
-        order = [shown for part in parts for place in part if (shown := images[self._row_of[place]]) is not None]
+        shown = images_in_order(self._rows)
+        order = [images for part in parts for place in part for images in shown[self._row_of[place]]]
         if order:
             order[0].read_ahead(order)
 

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import threading
 import time
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from lightning_realloc import PromptDataModule, TrainOptions
+from lightning_realloc import (
+    GRPO,
+    Conversation,
+    MessageEnvironment,
+    PromptDataModule,
+    SamplingParams,
+    StepResult,
+    TrainOptions,
+)
 from lightning_realloc.batch.samples import Samples, model_inputs, prompt_images
 from lightning_realloc.data.images import sample_images
 from lightning_realloc.data.images.image_files import ImageFile
@@ -128,3 +140,30 @@ def test_a_run_reads_every_image_ahead(read: list[tuple[str, int]]) -> None:
 
     assert threads == [{"images"}, {"images"}], "generation; then also inference and training of the batch before"
     assert {name for name, _ in read} == {"images"}, "inference and training"
+
+
+class Showing(MessageEnvironment):
+    """Answers each turn with another image."""
+
+    numbers = itertools.count(100)
+    keys: ClassVar[set[int]] = set()
+
+    def step(self, message: Mapping[str, Any]) -> StepResult:
+        stream = io.BytesIO()
+        drawn(next(self.numbers)).save(stream, "PNG")
+        self.keys.add(ImageFile.read(stream.getvalue(), "an answer").key)
+        return StepResult(images=[stream.getvalue()], reward=float(len(str(message["content"]))))
+
+
+def test_a_run_reads_every_image_of_answers_ahead(read: list[tuple[str, int]]) -> None:
+    actor, reference = (tiny_vision_model("llava", seed=seed, max_position_embeddings=512) for seed in range(2))
+    module = GRPO(
+        actor, reference=reference, environment=Showing, tokenizer=tiny_processor("llava"),
+        conversation=Conversation(max_turns=3, max_turn_tokens=6),
+        sampling=SamplingParams(n=2, max_new_tokens=200, seed=1), kl_coef=0.1,
+    )  # fmt: skip
+    runs.trainer(ReallocStrategy(), 1, max_epochs=1).fit(module, PromptDataModule(ROWS, batch_size=4))
+
+    assert {name for name, _ in read} == {"images"}, "generation, inference and training"
+    of_answers = Counter(key for _, key in read if key in Showing.keys)
+    assert len(of_answers) == 32 and set(of_answers.values()) <= {2, 3}, "one of a batch may still be in the cache"

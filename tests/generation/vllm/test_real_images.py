@@ -180,7 +180,7 @@ def test_a_prompt_whose_images_vllm_finds_elsewhere_is_refused_by_name(
 ) -> None:
     (given,) = inputs(ROWS[:1])
     place = given.token_ids.index(IMAGE)
-    cut = ModelInput(given.token_ids[:place] + given.token_ids[place + 1 :], given.extras, images=given.images)
+    cut = ModelInput(given.token_ids[:place] + given.token_ids[place + 1 :], given.extras)
     with pytest.raises(
         GenerationError, match=r"vLLM finds 0 images of a prompt's 1, .* processor put them at \d+ tokens"
     ):
