@@ -164,6 +164,7 @@ def test_a_run_reads_every_image_of_answers_ahead(read: list[tuple[str, int]]) -
     )  # fmt: skip
     runs.trainer(ReallocStrategy(), 1, max_epochs=1).fit(module, PromptDataModule(ROWS, batch_size=4))
 
-    assert {name for name, _ in read} == {"images"}, "generation, inference and training"
-    of_answers = Counter(key for _, key in read if key in Showing.keys)
+    later = [(name, key) for name, key in read if name != "environment: read"]  # which looks whether one is whole
+    assert {name for name, _ in later} == {"images"}, "generation, inference and training"
+    of_answers = Counter(key for _, key in later if key in Showing.keys)
     assert len(of_answers) == 32 and set(of_answers.values()) <= {2, 3}, "one of a batch may still be in the cache"
