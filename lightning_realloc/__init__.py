@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lightning_realloc.algorithms.dpo import DPO as DPO
     from lightning_realloc.algorithms.grpo import GRPO as GRPO
     from lightning_realloc.algorithms.kto import KTO as KTO
-    from lightning_realloc.algorithms.losses.correction import EngineCorrection as EngineCorrection
+    from lightning_realloc.algorithms.losses.correction import Correction as Correction
     from lightning_realloc.algorithms.losses.kl import KL as KL
     from lightning_realloc.algorithms.losses.policy_losses import Cispo as Cispo
     from lightning_realloc.algorithms.losses.policy_losses import Clip as Clip

@@ -13,6 +13,7 @@ from importlib.abc import InspectLoader
 from types import FrameType
 
 FORMER_NAMES: Mapping[str, str] = {
+    "EngineCorrection": "lightning_realloc.Correction",
     "KLOptions": "lightning_realloc.KL",
     "OverlongPenalty": "lightning_realloc.rewards.OverlongPenalty",
     "PolicyLossOptions": "lightning_realloc.Clip",

@@ -25,6 +25,8 @@ Column = Tensor | Ragged | tuple[object, ...]
 """One value per sample: a (B, ...) tensor, B sequences, or B Python objects."""
 TOKEN_AGES = "token_ages"
 """Column (B,) of the sum of the ages of a response's tokens, in training steps."""
+OLDEST_AGES = "oldest_ages"
+"""Column (B,) of the largest age of a response's tokens, in training steps."""
 EXPERTS = "experts"
 """Column of sequences (P + T, layers * chosen) of the experts that prompt and response tokens had in generation."""
 PROMPT_KEY = "prompt_key"

@@ -32,6 +32,8 @@ class Average:
     """Weighted sum, a scalar."""
     weight: Tensor | float
     """Sum of the weights, a scalar, for example the number of tokens."""
+    times: Average | None = None
+    """Mean that the merged mean is multiplied with; None: none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -249,7 +249,7 @@ def test_several_reward_functions_are_weighted_and_logged_separately() -> None:
 def test_invalid_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="a group needs 2 or more responses to compare; set n >= 2"):
         runs.grpo(sampling=runs.SamplingParams(n=1))
-    with pytest.raises(ConfigError, match=r"ratio_to='proximal' leaves out .* or leave rollout_budget out"):
+    with pytest.raises(ConfigError, match=r"ratio_to='proximal' leaves out .* RolloutBudget\(tokens=9.* older weights"):
         runs.grpo(ratio_to="proximal", generation=GenerationOptions(rollout_budget=RolloutBudget(tokens=9)))
     with pytest.raises(ConfigError, match=r"temperature=0 gives every response of a group the same tokens"):
         runs.grpo(sampling=runs.SamplingParams(n=2, temperature=0.0))

@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_realloc import (
     GRPO,
     RLOO,
+    Correction,
     DynamicSampling,
-    EngineCorrection,
     PolicyGradient,
     ReinforcePlusPlus,
     ReMax,
@@ -185,7 +185,7 @@ def test_invalid_combinations_are_refused() -> None:
         (ReinforcePlusPlus, {"baseline": "group", "sampling": SamplingParams(n=1)}, "set n >= 2"),
         (ReinforcePlusPlus, {"discount": 2.0}, "discount=2.0 must lie between 0 and 1"),
         (ReMax, {"dynamic_sampling": DynamicSampling()}, "ReMax each with the greedy one; leave it out"),
-        (GRPO, {"engine_correction": EngineCorrection()}, "use ratio_to='proximal'"),
+        (GRPO, {"correction": Correction(), "ratio_to": "behaviour"}, "use ratio_to='proximal'"),
         *(
             (
                 kind,

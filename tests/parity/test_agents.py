@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lightning_realloc import EngineCorrection, SamplingParams
+from lightning_realloc import Correction, SamplingParams
 from lightning_realloc.algorithms.grpo import GRPO
 from lightning_realloc.batch.json_column import json_values
 from lightning_realloc.batch.packing import pack
@@ -77,7 +77,7 @@ def test_losses_leave_out_the_tokens_of_tools(name: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-def test_engine_corrections_leave_out_the_tokens_of_tools(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_corrections_leave_out_the_tokens_of_tools(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     level, beyond = mode.split("_")
     rows = drawn("logprobs", "old", "ref", "engine")
     theirs, ours = (rows["logprobs"].clone().requires_grad_() for _ in range(2))
@@ -94,8 +94,9 @@ def test_engine_corrections_leave_out_the_tokens_of_tools(mode: str, monkeypatch
         model_mask=CHOSEN, proximal_logprobs=rows["old"], behaviour_logprobs=rows["engine"], ref_logprobs=rows["ref"],
         advantages=ADVANTAGES,
     )  # fmt: skip
-    correction = EngineCorrection(cap=1.5, floor=0.7, level=level, beyond=beyond)  # type: ignore[arg-type]
-    settings = {"ratio_to": "proximal", "engine_correction": correction, "kl_coef": 0.04,
+    bounds: dict[str, Any] = {"floor": 0.7, "cap": 1.5} if beyond == "truncate" else {"low": 0.7, "high": 1.5}
+    correction = Correction(weigh=level, reject="none" if beyond == "truncate" else level, **bounds)
+    settings = {"correction": correction, "kl_coef": 0.04,
                 "train_options": runs.options(num_epochs=2)}  # fmt: skip
     assert_equal(our_loss(monkeypatch, ours, batch, settings, num_tokens=int(CHOSEN.sum())), expected, ours, theirs)
 

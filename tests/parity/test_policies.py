@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_realloc import KL, Cispo, Clip, EngineCorrection, OnPolicyDistillation, PolicyGradient, SamplingParams
+from lightning_realloc import KL, Cispo, Clip, Correction, OnPolicyDistillation, PolicyGradient, SamplingParams
 from lightning_realloc.algorithms import distillation
 from lightning_realloc.algorithms.rollout import policy_gradient
 from lightning_realloc.batch.packing import PackedBatch, pack
@@ -184,7 +184,7 @@ def test_every_loss_of_trl_is_compared() -> None:
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-def test_engine_correction_equals_trls(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_corrections_equal_trls(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     level, beyond = mode.split("_")
     rows = drawn("logprobs", "old", "ref", "engine")
     theirs, ours = (rows["logprobs"].clone().requires_grad_() for _ in range(2))
@@ -202,8 +202,9 @@ def test_engine_correction_equals_trls(mode: str, monkeypatch: pytest.MonkeyPatc
         proximal_logprobs=rows["old"], behaviour_logprobs=rows["engine"], ref_logprobs=rows["ref"],
         advantages=ADVANTAGES,
     )  # fmt: skip
-    correction = EngineCorrection(cap=1.5, floor=0.7, level=level, beyond=beyond)  # type: ignore[arg-type]
-    settings = {"ratio_to": "proximal", "engine_correction": correction, "kl_coef": 0.04,
+    bounds: dict[str, Any] = {"floor": 0.7, "cap": 1.5} if beyond == "truncate" else {"low": 0.7, "high": 1.5}
+    correction = Correction(weigh=level, reject="none" if beyond == "truncate" else level, **bounds)
+    settings = {"correction": correction, "kl_coef": 0.04,
                 "train_options": runs.options(num_epochs=2)}  # fmt: skip
     assert_equal(our_loss(monkeypatch, ours, batch, settings), expected, ours, theirs)
 

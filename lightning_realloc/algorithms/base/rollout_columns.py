@@ -18,6 +18,7 @@ from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.batch.samples import (
     ANSWER_INPUTS,
     EXTRA_INPUT,
+    OLDEST_AGES,
     PROMPT_KEY,
     TOKEN_AGES,
     Column,
@@ -222,15 +223,14 @@ def age_columns(completions: Sequence[Completion], iteration: int) -> Mapping[st
     """Return the columns of B responses whose tokens may come from several versions of the weights.
 
     ``versions`` ragged int64 of the response tokens: iterations of training; ``token_ages`` (B,) int64: the sum of the
-    ages of the tokens that the model sampled, in iterations before ``iteration``.
+    ages of the tokens that the model sampled, in iterations before ``iteration``; ``oldest_ages`` (B,): the largest.
     """
-    ages = [
-        sum(iteration - version for version, chosen in zip(c.versions, c.model_mask, strict=True) if chosen)
-        for c in completions
-    ]
+    pairs = (zip(c.versions, c.model_mask, strict=True) for c in completions)
+    ages = [[iteration - version for version, chosen in pair if chosen] for pair in pairs]
     return {
         "versions": Ragged.from_list([c.versions for c in completions], dtype=torch.int64),
-        TOKEN_AGES: torch.tensor(ages, dtype=torch.int64),
+        TOKEN_AGES: torch.tensor(list(map(sum, ages)), dtype=torch.int64),
+        OLDEST_AGES: torch.tensor([max(row, default=0) for row in ages], dtype=torch.int64),
     }
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
-from lightning_realloc.errors import ConfigError
 
 RatioTo = Literal["behaviour", "proximal"]
 """The policy that sampled the tokens, or the one that the update stays close to. Hilton et al., arXiv:2110.00641."""
@@ -43,16 +42,3 @@ def old_logprobs(logprobs: Tensor, batch: PackedBatch, *, ratio_to: RatioTo, one
     if ratio_to == "behaviour":
         return batch["behaviour_logprobs"]
     return logprobs.detach() if one_step else batch[PROXIMAL_LOGPROBS]
-
-
-def refuse_stale(ratio_to: RatioTo, max_staleness: int, *, is_corrected: bool) -> None:
-    """Raise ConfigError for proximal ratios of responses that were sampled from older weights.
-
-    ``is_corrected``: whether importance weights bring in the policy that sampled them (arXiv:2505.24298).
-    """
-    if ratio_to == "proximal" and max_staleness and not is_corrected:
-        raise ConfigError(
-            f"ratio_to='proximal' leaves out what was learnt since a response was drawn, and max_staleness="
-            f"{max_staleness} draws them from older weights; use ratio_to='behaviour', or "
-            f"engine_correction=EngineCorrection(), which weighs by what was learnt since, or max_staleness=0"
-        )

@@ -24,6 +24,7 @@ from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.batch.samples import (
     ANSWER_INPUTS,
     EXTRA_INPUT,
+    OLDEST_AGES,
     PROMPT_IMAGES,
     Divided,
     Ragged,
@@ -170,12 +171,15 @@ class BudgetedRollout:
         return Divided(finished if self.add_parts is None else self.add_parts(finished), carried)
 
     def _with_staleness(self, samples: Samples) -> Samples:
-        """Add the sum of the ages of each sample's tokens of the model, in iterations."""
+        """Add the sum and the largest of the ages of each sample's tokens of the model, in iterations."""
         versions, mask = samples.ragged("versions"), model_mask(samples)
         ages = self.iteration - versions.values
         if mask is not None:
             ages = ages * mask.values
-        return samples.with_columns(stale_tokens=sequence_sums(Ragged(ages, versions.lengths)))
+        oldest = torch.tensor([max(row.tolist(), default=0) for row in Ragged(ages, versions.lengths).split()])
+        return samples.with_columns(
+            stale_tokens=sequence_sums(Ragged(ages, versions.lengths)), **{OLDEST_AGES: oldest.long()}
+        )
 
     def _group_of(self, samples: Samples) -> dict[int, int]:
         """Return sample id -> group that is trained on together: its prompt, or the sample itself."""

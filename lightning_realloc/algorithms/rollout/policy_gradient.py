@@ -14,7 +14,14 @@ from lightning_realloc.algorithms.base.loaded_weights import ModelSource
 from lightning_realloc.algorithms.base.missing_rewards import drop_unscored, estimate_scored, of_tokens
 from lightning_realloc.algorithms.base.rollout_columns import FINISH_REASONS, model_mask
 from lightning_realloc.algorithms.losses.advantages import ADVANTAGES, AdvantageRule, require_shape, resolve_advantages
-from lightning_realloc.algorithms.losses.correction import EngineCorrection, engine_defaults, mismatch_metrics
+from lightning_realloc.algorithms.losses.correction import (
+    Correction,
+    CorrectionName,
+    corrected_loss,
+    refuse_stale,
+    resolve_ratios,
+    too_old,
+)
 from lightning_realloc.algorithms.losses.functional import ClippedLoss, sequence_sums, spread_tokens
 from lightning_realloc.algorithms.losses.kl import KL, fixed_kl, resolve_kl
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, token_metrics
@@ -29,7 +36,6 @@ from lightning_realloc.algorithms.losses.proximal import (
     RatioTo,
     learns_in_one_step,
     old_logprobs,
-    refuse_stale,
     with_proximal_call,
 )
 from lightning_realloc.algorithms.rollout.dynamic_sampling import DynamicSampling, Refill, differing
@@ -64,7 +70,7 @@ class PolicyGradientSettings(RewardedSettings, total=False):
     policy_loss: PolicyLoss | PolicyLossName
     ratio_level: RatioLevel | None
     ratio_to: RatioTo | None
-    engine_correction: EngineCorrection | None
+    correction: Correction | CorrectionName | None
     loss_average: LossAverage | None
     entropy_coef: float
     learn_truncated: bool
@@ -105,9 +111,10 @@ class PolicyGradient(RewardedModule):
         ratio_level: Probability ratio of a ``"token"``, a ``"sequence"`` (geometric mean), or their ``"product"``.
         ratio_to: Denominator of ratios: ``"behaviour"``: the probability at the rollout; ``"proximal"``: the trained
             model's before its first step, by a call ``actor.infer`` if there are several steps. None: the first; with
-            ``engine="vllm"`` the second.
-        engine_correction: Importance weights for the engine, with ``ratio_to="proximal"``. None: no weights; with
-            ``engine="vllm"`` those of ``EngineCorrection()``.
+            a ``correction`` or ``engine="vllm"`` the second.
+        correction: Weights and exclusion of tokens for what proximal ratios leave out: a name from the table in
+            docs/policy-loss.md, such as ``"token-truncate"``, or a value, such as ``Correction(cap=3.0)``. None: none;
+            with ``engine="vllm"`` ``"token-truncate"``.
         loss_average: Mean over each ``"sequence"`` and then over these, or over every ``"token"``; ``"constant"``:
             sums over ``sampling.max_new_tokens``; ``"sum"``: sums of responses.
         entropy_coef: Weight of the entropy.
@@ -134,7 +141,7 @@ class PolicyGradient(RewardedModule):
         policy_loss: PolicyLoss | PolicyLossName = "clip",
         ratio_level: RatioLevel | None = None,
         ratio_to: RatioTo | None = None,
-        engine_correction: EngineCorrection | None = None,
+        correction: Correction | CorrectionName | None = None,
         loss_average: LossAverage | None = None,
         entropy_coef: float = 0.0,
         learn_truncated: bool = True,
@@ -147,10 +154,9 @@ class PolicyGradient(RewardedModule):
         self.kl = resolve_kl(fixed_kl(kl), kl_coef, defaults.kl)
         self.policy_loss = resolve_policy_loss(policy_loss)
         self.ratio_level = given(ratio_level, defaults.ratio_level)
-        self.ratio_to, self.engine_correction = engine_defaults(
-            ratio_to,
-            engine_correction,
-            is_other_engine="same_logprobs" not in CAPABILITIES[self.engine] and not self.policy_loss.weighs_responses,
+        is_other_engine = "same_logprobs" not in CAPABILITIES[self.engine]
+        self.ratio_to, self.correction = resolve_ratios(
+            ratio_to, correction, self.policy_loss, is_other_engine=is_other_engine
         )
         self.loss_average = given(loss_average, defaults.loss_average)
         self.entropy_coef = entropy_coef
@@ -178,24 +184,13 @@ class PolicyGradient(RewardedModule):
     def _check_loss(self) -> None:
         require_choice("loss_average", self.loss_average, get_args(LossAverage))
         require_choice("ratio_level", self.ratio_level, get_args(RatioLevel))
-        require_choice("ratio_to", self.ratio_to, get_args(RatioTo))
         check_not_negative(entropy_coef=self.entropy_coef)
         budget = self.generation_options.rollout_budget
-        if self.ratio_to == "proximal" and budget is not None:
+        if budget is not None:
+            refuse_stale(self.ratio_to, self.correction, f"{budget} goes on with responses of older weights")
+        if self.policy_loss.weighs_responses and self.ratio_level != "token":
             raise ConfigError(
-                f"ratio_to='proximal' leaves out what was learnt since a token was drawn, and {budget} goes on "
-                f"with responses of older weights; use ratio_to='behaviour', or leave rollout_budget out"
-            )
-        loss = self.policy_loss
-        if self.engine_correction is not None and (self.ratio_to == "behaviour" or loss.weighs_responses):
-            raise ConfigError(
-                f"engine_correction with ratio_to={self.ratio_to!r} and policy_loss={loss}: ratios to the behaviour "
-                f"hold what it corrects already, and Vespo's weights take them; use ratio_to='proximal' and another "
-                f"loss, or leave engine_correction out"
-            )
-        if loss.weighs_responses and self.ratio_level != "token":
-            raise ConfigError(
-                f"policy_loss={loss} weighs whole responses by itself; set ratio_level='token' in place of "
+                f"policy_loss={self.policy_loss} weighs whole responses by itself; set ratio_level='token' in place of "
                 f"{self.ratio_level!r}"
             )
 
@@ -300,9 +295,10 @@ class PolicyGradient(RewardedModule):
         return without_unlearned(estimate_scored(samples.with_columns(compared=compared), compared, estimate), samples)
 
     def left_out(self, samples: Samples) -> Tensor:
-        """Return (B,) bool: True for truncated responses that are not trained on."""
+        """Return (B,) bool: True for responses that are not trained on: truncated ones, and too old ones."""
         reasons = samples.tensor("finish_reason") if "finish_reason" in samples else torch.zeros(len(samples))
-        return (reasons == FINISH_REASONS.index("length")) & (not self.learn_truncated)
+        truncated = (reasons == FINISH_REASONS.index("length")) & (not self.learn_truncated)
+        return truncated | too_old(samples, self.correction)
 
     def choose(self, samples: Samples) -> Samples | None:
         """Return groups with different rewards, once there are enough."""
@@ -333,10 +329,7 @@ class PolicyGradient(RewardedModule):
         measured = {"clip_fraction": loss.clipped.float()}
         metrics: dict[str, Average] = {}
         if self.ratio_to == "proximal":
-            metrics = mismatch_metrics(before, batch["behaviour_logprobs"], batch)
-        if self.engine_correction is not None:
-            weights = self.engine_correction.weights(before, batch["behaviour_logprobs"], batch)
-            values, measured["engine_weight"] = values * weights, weights
+            values, metrics = corrected_loss(values, before, batch, self.correction)
         if self.has_reference and self.kl.place == "loss":
             measured["kl"] = self.kl.estimate(logprobs, batch["ref_logprobs"])
             values = values + self.kl_coef * measured["kl"]
@@ -379,9 +372,8 @@ class PolicyGradient(RewardedModule):
     def check_batch(self, batch: Samples) -> None:
         """Raise also for proximal ratios of responses from older weights."""
         super().check_batch(batch)
-        if self.training_now:
-            is_corrected = self.engine_correction is not None
-            refuse_stale(self.ratio_to, self._strategy.max_staleness, is_corrected=is_corrected)
+        if self.training_now and (most := self._strategy.max_staleness):
+            refuse_stale(self.ratio_to, self.correction, f"max_staleness={most} draws responses from older weights")
 
     def on_save_checkpoint(self, checkpoint: MutableMapping[str, Any]) -> None:
         """Save also groups that wait for others."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_realloc.batch.balance_loss import BalanceLoss
 from lightning_realloc.batch.samples import TOKEN_AGES, Samples
-from lightning_realloc.batch.training import Loss
+from lightning_realloc.batch.training import Average, Loss
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ReallocError
 from lightning_realloc.generation import GenerationStats
@@ -42,6 +42,8 @@ _ROW_STEPS = "row_steps/"
 """Prefix of a call's decoding steps, summed over its samples. Not logged."""
 _MOVE_S = "reallocation_s/"
 """Prefix of the seconds in which weights moved before a call."""
+_FACTOR = "factor/"
+"""Prefix of means that others are multiplied with. Not logged."""
 _MOVED_BYTES = "reallocation_bytes/"
 """Prefix of the bytes that moved over all ranks. Not logged: `with_rates` divides it by the seconds."""
 
@@ -128,8 +130,13 @@ class MetricSums:
         """Add one micro-batch; a repeated one adds zero, so that every rank knows every metric's name."""
         self._loss.append(loss.value.detach().float() * counts)
         for name, average in loss.metrics.items():
-            self._totals.setdefault(name, []).append(average.total.detach().float() * counts)
-            self._weights.setdefault(name, []).append(torch.as_tensor(average.weight, dtype=torch.float32) * counts)
+            self._add(name, average, counts=counts)
+            if average.times is not None:
+                self._add(_FACTOR + name, average.times, counts=counts)
+
+    def _add(self, name: str, average: Average, *, counts: bool) -> None:
+        self._totals.setdefault(name, []).append(average.total.detach().float() * counts)
+        self._weights.setdefault(name, []).append(torch.as_tensor(average.weight, dtype=torch.float32) * counts)
 
     def merge(self, minibatch: MetricSums) -> None:
         """Add the micro-batches of one mini-batch."""
@@ -165,6 +172,8 @@ class MetricSums:
         result = {"loss": packed[0] / max(1, self.num_minibatches)}
         for index, name in enumerate(names):
             result[name] = packed[1 + 2 * index] / packed[2 + 2 * index].clamp_min(1e-12)
+        for name in [name for name in names if _FACTOR + name in result]:
+            result[name] = result[name] * result.pop(_FACTOR + name)
         return result | {name: torch.stack(values).nanmean() for name, values in self._shared.items()}
 
     def expert_load(self, routers: Routers, group: dist.ProcessGroup | None, device: torch.device) -> dict[str, float]:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_realloc.algorithms.losses.correction import EngineCorrection, mismatch_metrics
 from lightning_realloc.algorithms.losses.loss_reduction import averaged_loss
 from lightning_realloc.algorithms.losses.policy_losses import (
     POLICY_LOSSES,
@@ -168,7 +167,6 @@ def test_invalid_constants_and_names_are_refused() -> None:
         ),
         (lambda: resolve_policy_loss("Dr-GRPO"), "is here policy_loss='clip' with loss_average='constant'"),
         (lambda: resolve_policy_loss(0.2), "policy_loss=0.2 is a float; write a name, or a value such as Clip"),
-        (lambda: EngineCorrection(floor=2.0), r"floor=2.0 must lie below cap=2.0"),
     ):
         with pytest.raises(ConfigError, match=message):
             make()
@@ -192,30 +190,3 @@ def test_the_two_clip_bounds_are_set_apart() -> None:
     logs = torch.tensor([1.5, 0.5]).log()
     loss = Clip(low=0.1, high=0.28)(logs, logs, torch.tensor([1.0, -1.0]), packed())
     assert loss.values.tolist() == pytest.approx([-1.28, 0.9])
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("beyond", ["truncate", "mask"])
-def test_engine_correction_weights_are_bounded_ratios(level: Any, beyond: Any) -> None:
-    # ratios by token: 1.5, 2; 0.5, 0.4, 4; 1. By response: 3, 0.8, 1. Bounds: 0.45 and 1.9.
-    ratios = [[1.5, 2.0], [0.5, 0.4, 4.0], [1.0]]
-    now = [torch.tensor(row).log() for row in ratios]
-    weights = EngineCorrection(cap=1.9, floor=0.45, level=level, beyond=beyond).weights(
-        flat(now), torch.where(packed().response_mask, 0.0, 7.0), packed()
-    )
-    expected = {
-        ("token", "truncate"): [1.5, 1.9, 0.5, 0.45, 1.9, 1.0],
-        ("token", "mask"): [1.5, 0.0, 0.5, 0.0, 0.0, 1.0],
-        ("sequence", "truncate"): [1.9, 1.9, 0.8, 0.8, 0.8, 1.0],
-        ("sequence", "mask"): [0.0, 0.0, 0.8, 0.8, 0.8, 1.0],
-    }[level, beyond]
-    assert weights[packed().response_mask].tolist() == pytest.approx(expected, abs=1e-6)
-
-
-def test_the_mismatch_between_engine_and_trained_model_is_measured() -> None:
-    proximal, batch = flat([torch.tensor(row).log() for row in ([0.5, 0.25], [0.5, 0.5, 0.5], [0.5])]), packed()
-    behaviour = torch.where(batch.response_mask, math.log(0.5), 3.0)
-    found = {n: float(a.total / a.weight) for n, a in mismatch_metrics(proximal, behaviour, batch).items()}
-    # One of six tokens differs, by log(1/2); the ratio r of trained model and engine is 1/2: r - 1 - log r.
-    assert found["engine_difference"] == pytest.approx(math.log(2) / 6, abs=1e-6)
-    assert found["engine_kl"] == pytest.approx((0.5 - 1 + math.log(2)) / 6, abs=1e-6)

@@ -118,6 +118,7 @@ def test_tokens_keep_their_logprobs_and_versions_when_weights_change() -> None:
     stale = made.finished.tensor("stale_tokens").tolist()
     assert stale == [len(before[i].token_ids) if i in before else 0 for i in made.finished.ids.tolist()]
     assert sum(stale) > 0
+    assert made.finished.tensor("oldest_ages").tolist() == [int(tokens > 0) for tokens in stale]
 
 
 def test_late_responses_are_finished_or_dropped() -> None:

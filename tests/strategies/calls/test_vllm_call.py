@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_realloc import GRPO, ConfigError, EngineCorrection, GenerationOptions, RolloutBudget, Speculation
+from lightning_realloc import GRPO, ConfigError, Correction, GenerationOptions, RolloutBudget, Speculation
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import SamplingParams, VLLMOptions
 from lightning_realloc.layout import Layout
@@ -47,7 +47,7 @@ def test_every_iteration_hands_weights_over_and_the_processes_end_with_the_run(
     for tokens, rows in zip(outcome.tokens, prompts, strict=True):
         assert [made[0] for made in tokens] == [(row[-1] + 1) % 128 for row in rows for _ in range(2)]
     # The stand-in reports log-probabilities of -1, far from the model's; the weights correct for it.
-    assert outcome.logged[0]["actor/engine_difference"] > 0.5 and "actor/engine_weight" in outcome.logged[0]
+    assert outcome.logged[0]["actor/engine_difference"] > 0.5 and "actor/correction_weight" in outcome.logged[0]
 
 
 @pytest.mark.parametrize(
@@ -123,14 +123,16 @@ def test_generation_one_step_ahead_hands_weights_over_before_every_rollout(worke
 
 
 def test_ratios_are_proximal_and_corrected_unless_given_otherwise() -> None:
-    def settings(**given: Any) -> tuple[str, EngineCorrection | None]:
+    def settings(**given: Any) -> tuple[str, Correction | None]:
         module = GRPO(tiny_model("llama"), runs.low_tokens, sampling=runs.SAMPLING, **given)
-        return module.ratio_to, module.engine_correction
+        return module.ratio_to, module.correction
 
-    assert settings() == ("behaviour", None)
-    assert settings(engine="vllm") == ("proximal", EngineCorrection())
+    assert settings() == settings(correction="none") == ("behaviour", None)
+    assert settings(correction="token-truncate") == ("proximal", Correction())
+    assert settings(engine="vllm") == ("proximal", Correction())
+    assert settings(engine="vllm", correction="none") == ("proximal", None)
     assert settings(engine="vllm", ratio_to="behaviour") == ("behaviour", None)
-    assert settings(engine="vllm", engine_correction=EngineCorrection(cap=3.0))[1] == EngineCorrection(cap=3.0)
+    assert settings(engine="vllm", correction=Correction(cap=3.0))[1] == Correction(cap=3.0)
     assert settings(engine="vllm", policy_loss="vespo") == ("behaviour", None)
 
 
@@ -175,6 +177,6 @@ def test_vllm_generates_for_a_run_with_the_log_probabilities_that_training_compu
     outcome = runs.train(module, plan, 1, Batches(4))
     for logged in outcome.logged:
         assert logged["actor/engine_difference"] < 1e-4, "weights change much in every iteration"
-        assert logged["actor/engine_weight"] == pytest.approx(1.0, abs=1e-3)
+        assert logged["actor/correction_weight"] == pytest.approx(1.0, abs=1e-3)
     first, last = outcome.rewards[0], outcome.rewards[-1]
     assert sum(last) / len(last) > sum(first) / len(first)

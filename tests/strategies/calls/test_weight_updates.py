@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from lightning_realloc import GenerationOptions
-from lightning_realloc.algorithms.losses.correction import EngineCorrection
 from lightning_realloc.callbacks import EMA
 from lightning_realloc.data.loader import BatchLoader
 from lightning_realloc.errors import ConfigError, ReallocError
@@ -236,7 +235,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ),
     ({}, {"replay_versions": "."}, "the log has no line for actor.generate in iteration 0"),
     ({}, {"replay_versions": "nowhere"}, "there is no folder nowhere"),
-    ({"ratio_to": "proximal"}, {}, "or engine_correction=EngineCorrection(), which weighs by what was learnt"),
+    ({"ratio_to": "proximal"}, {}, "or correction='token-truncate', which weighs by what was learnt"),
 ]  # fmt: skip
 """Settings of the algorithm and of the strategy, and a part of the error."""
 
@@ -262,9 +261,9 @@ def test_what_cannot_run_ahead_is_refused(workers: WorkerPool, tmp_path: Path) -
 def test_proximal_ratios_learn_from_older_responses_with_importance_weights(
     workers: WorkerPool, tmp_path: Path
 ) -> None:
-    settings = {"ratio_to": "proximal", "engine_correction": EngineCorrection()}
-    _, training = run(workers, 2, APART, str(tmp_path), settings=settings)
-    assert any(logged.get("actor/engine_weight", 1.0) != 1.0 for logged in training.logged)
+    _, training = run(workers, 2, APART, str(tmp_path), settings={"correction": "token-truncate"})
+    assert any(logged.get("actor/correction_weight", 1.0) != 1.0 for logged in training.logged)
+    assert all(0 < logged.get("actor/effective_sample_size", 1.0) <= 1.0 + 1e-6 for logged in training.logged)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ ALGORITHMS = [item for item in PUBLIC if isinstance(item, type) and issubclass(i
 CALLS = [call for algorithm in ALGORITHMS for call in algorithm.calls_for(("actor", "reference", "reward", "critic"))]
 BESIDE_CALLS = {
     "self", "this", "ids", "data", "columns", "group", "batch", "prompt_id", "prompt_ids", "response_ids", "messages",
-    "finish_reason", "model_mask", "num_model_tokens", "num_turns", "versions", "began_in",
+    "finish_reason", "model_mask", "num_model_tokens", "num_turns", "versions", "began_in", "oldest_ages",
     "stale_tokens", "trained", "chosen_tokens", "mismatched_ids", "mismatched_ref_logprobs", "greedy_rewards",
     "compared", "kl_k1", "return_sums", "num_steps", "num_right", "step_ends", "score_chosen", "reward", "response",
     "thinking_tokens", "call_tokens", "answer_tokens", "learned_mask",
