@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from lightning_realloc.algorithms.grpo import GRPO as GRPO
     from lightning_realloc.algorithms.kto import KTO as KTO
     from lightning_realloc.algorithms.losses.correction import Correction as Correction
+    from lightning_realloc.algorithms.losses.entropy import AdaptiveEntropy as AdaptiveEntropy
+    from lightning_realloc.algorithms.losses.entropy import ClipCov as ClipCov
+    from lightning_realloc.algorithms.losses.entropy import KLCov as KLCov
+    from lightning_realloc.algorithms.losses.entropy import TopShare as TopShare
     from lightning_realloc.algorithms.losses.kl import KL as KL
     from lightning_realloc.algorithms.losses.policy_losses import Cispo as Cispo
     from lightning_realloc.algorithms.losses.policy_losses import Clip as Clip

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from numbers import Integral
-from typing import get_args
 
+import torch
 from torch import Tensor, nn
 
 from lightning_realloc.algorithms.base.calls import compute, infer, train
@@ -23,18 +23,21 @@ from lightning_realloc.algorithms.base.rollout_columns import (
     without_failed,
 )
 from lightning_realloc.algorithms.losses.controllers import KLController, RunningMoments
+from lightning_realloc.algorithms.losses.correction import Correction, CorrectionName, too_old
+from lightning_realloc.algorithms.losses.entropy import EntropyName, EntropyRule
 from lightning_realloc.algorithms.losses.functional import clipped_value_loss, kl_estimate
 from lightning_realloc.algorithms.losses.kl import KL, resolve_kl
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, token_metrics
-from lightning_realloc.algorithms.losses.policy_losses import PolicyLoss, PolicyLossName, resolve_policy_loss
+from lightning_realloc.algorithms.losses.policy_losses import PolicyLoss, PolicyLossName
 from lightning_realloc.algorithms.rollout.learning_signal import SignalWatch, signal_summary
-from lightning_realloc.algorithms.rollout.response_parts import checked_parts, without_unlearned
+from lightning_realloc.algorithms.rollout.response_parts import without_unlearned
 from lightning_realloc.algorithms.rollout.reward_sources import (
     RewardSource,
     calls_of_further,
     penalize_truncated,
 )
-from lightning_realloc.algorithms.rollout.rewarded import RewardedModule, RewardedSettings
+from lightning_realloc.algorithms.rollout.rewarded import RewardedSettings
+from lightning_realloc.algorithms.rollout.surrogate import SurrogateModule
 from lightning_realloc.algorithms.rollout.token_advantages import GAE
 from lightning_realloc.algorithms.settings import (
     Unpack,
@@ -48,14 +51,14 @@ from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.batch.training import Loss, Totals, TrainOptions
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.environments.turns.turn_parser import PARTS, Part
-from lightning_realloc.errors import ConfigError, require_choice
+from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams
-from lightning_realloc.runtime.parallel.packed_forward import packed_logits, token_logprobs
+from lightning_realloc.runtime.parallel.packed_forward import packed_logits
 
 _DEFAULT_KL = KL(0.05, estimator="k3", place="reward")
 
 
-class PPO(RewardedModule):
+class PPO(SurrogateModule):
     """Train an actor on rewards, by each token's advantage over a critic's estimate.
 
     Source: Schulman et al., arXiv:1707.06347; for language models: Ziegler et al., arXiv:1909.08593.
@@ -70,11 +73,15 @@ class PPO(RewardedModule):
         kl_coef: Weight of the divergence from the reference; 0 leaves the reference out. None: 0.05.
         kl: Divergence from the reference, with ``place="reward"`` by default; its weight can be steered to a target.
         policy_loss: Loss of the actor's tokens: a value, such as ``Clip(low=0.2, high=0.28)``, or a name.
+        correction: Ratios to the trained model before its first step, by a call ``actor.infer`` if there are several
+            steps, with weights and exclusion of tokens for what they leave out: a name from the table in
+            docs/policy-loss.md, such as ``"token-truncate"``, or a value. None: ratios to the rollout's probabilities.
         value_clip: Distance from the value at the rollout at which a value is clipped; None never clips.
         advantages: From scores to advantages and returns of tokens: discounts, normalization and bounds.
         learned_parts: Parts of responses that the actor learns, of ``"thinking"``, ``"calls"`` (of tools) and
             ``"answer"``; the critic learns all.
-        entropy_coef: Weight of the entropy.
+        entropy_coef: Weight of the entropy; with ``entropy="adaptive"`` that of the first iteration.
+        entropy: Rule that keeps the entropy up: a name from the table in docs/policy-loss.md, or a value.
         loss_average: Mean over each ``"sequence"`` and then over these, or over every ``"token"``; ``"constant"``:
             sums over ``sampling.max_new_tokens``; ``"sum"``: sums of responses.
         critic_warmup: Iterations in which the critic learns alone.
@@ -86,6 +93,7 @@ class PPO(RewardedModule):
             optimizer, schedule, training options, seed).
     """
 
+    corrects_engines = False
     reward_column = "scores"
     excluded_by = ("advantages", "returns")
 
@@ -99,25 +107,35 @@ class PPO(RewardedModule):
         kl_coef: float | None = None,
         kl: KL | None = None,
         policy_loss: PolicyLoss | PolicyLossName = "clip",
+        correction: Correction | CorrectionName | None = None,
         value_clip: float | None = 0.2,
         advantages: GAE | None = None,
         learned_parts: Sequence[Part] = PARTS,
         entropy_coef: float = 0.0,
+        entropy: EntropyRule | EntropyName | None = None,
         loss_average: LossAverage = "token",
         critic_warmup: int = 0,
         critic_learning_rate: float | None = None,
         critic_train_options: TrainOptions | None = None,
         **settings: Unpack[RewardedSettings],
     ) -> None:
-        super().__init__(actor, reward, sampling=sampling or SamplingParams(), **settings)
+        super().__init__(
+            actor,
+            reward,
+            sampling=sampling or SamplingParams(),
+            policy_loss=policy_loss,
+            loss_average=loss_average,
+            learned_parts=learned_parts,
+            ratio_to=None,
+            correction=correction,
+            entropy_coef=entropy_coef,
+            entropy=entropy,
+            **settings,
+        )
         self.role_optimizers = with_learning_rate(self.role_optimizers, "critic", critic_learning_rate)
-        self.policy_loss = resolve_policy_loss(policy_loss)
         self.value_clip = value_clip
         check_type(GAE, advantages=advantages)
         self.advantages = given(advantages, GAE())
-        self.learned_parts = checked_parts(learned_parts)
-        self.entropy_coef = entropy_coef
-        self.loss_average = loss_average
         self.critic_warmup = critic_warmup
         self.critic_train_options = critic_train_options or replace(self.train_options, stop_above={})
         self.return_moments = RunningMoments()
@@ -130,9 +148,7 @@ class PPO(RewardedModule):
             self.evaluation_calls = ("actor.generate", "reward.infer")
 
     def _check_loss(self) -> None:
-        require_choice("loss_average", self.loss_average, get_args(LossAverage))
-        for name in ("entropy_coef", "critic_warmup"):
-            check_not_negative(**{name: getattr(self, name)})
+        check_not_negative(critic_warmup=self.critic_warmup)
         check_type(Integral, critic_warmup=self.critic_warmup)
         check_positive(value_clip=self.value_clip)
 
@@ -154,8 +170,12 @@ class PPO(RewardedModule):
             calls = _scored_by_one_model(calls)
         if self.kl.place == "loss":
             return calls
-        needs = ("rollout", "advantages")
-        return tuple(replace(call, needs=needs) if call.name == "actor.train" else call for call in calls)
+        return tuple(
+            replace(call, needs=tuple(name for name in call.needs if name != "ref_logprobs"))
+            if call.name == "actor.train"
+            else call
+            for call in calls
+        )
 
     @classmethod
     def calls_for(cls, roles: Sequence[str]) -> tuple[ModelFunctionCall, ...]:
@@ -199,32 +219,25 @@ class PPO(RewardedModule):
         )  # fmt: skip
         known = without_failed(samples, "scores").tensor("scores")  # a single reward model scores all responses
         scores = penalize_truncated(known, samples, self.missing_eos_penalty)
+        scores = scores.masked_fill(too_old(samples, self.correction).to(scores.device), torch.nan)
         return without_unlearned(estimate_scored(samples.with_columns(scores=scores), scores, estimate), samples)
 
     @train("actor", needs=("rollout", "advantages", "ref_logprobs"))
     def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
         """Return the policy loss, the entropy bonus and, with ``place="loss"``, the divergence penalty."""
-        statistics = token_logprobs(
-            actor, batch, temperature=self.sampling.temperature, with_entropy=True, only_responses=True
-        )
-        batch = drop_unscored(batch, "advantages")
-        logprobs, entropy, mask = statistics.logprobs, statistics.entropy, batch.response_mask
-        assert entropy is not None, "asked for with_entropy"
-        behaviour = batch["behaviour_logprobs"]
-        surrogate = self.policy_loss(logprobs, logprobs - behaviour, batch["advantages"], batch)
-        values = surrogate.values - self.entropy_coef * entropy
+        batch, found = self.surrogate(actor, batch, with_entropy=True)
+        values = found.values
         if self.has_reference and self.kl.place == "loss":
-            kl = self.kl.estimate(logprobs, batch["ref_logprobs"])
+            kl = self.kl.estimate(found.logprobs, batch["ref_logprobs"])
             values = values + self.kl_controller.coefficient.to(kl) * kl
-        now = logprobs.detach()
+        now, behaviour = found.logprobs.detach(), batch["behaviour_logprobs"]
         measured = {
-            "clip_fraction": surrogate.clipped.float(),
-            "entropy": entropy.detach(),
             "ratio": (now - behaviour).exp(),
             # From the sampling policy to the trained one: k3 with exchanged arguments.
             "behaviour_kl": kl_estimate(behaviour, now, estimator="k3"),
         }
-        return Loss(self.average_loss(values, batch, totals), token_metrics(measured, mask))
+        metrics = {**found.metrics, **token_metrics(measured, batch.response_mask)}
+        return Loss(self.average_loss(values, batch, totals), metrics)
 
     @train("critic", needs=("rollout", "values", "returns"))
     def critic_loss(self, critic: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_realloc import KL, Cispo, Clip, Correction, OnPolicyDistillation, PolicyGradient, SamplingParams
 from lightning_realloc.algorithms import distillation
-from lightning_realloc.algorithms.rollout import policy_gradient
+from lightning_realloc.algorithms.rollout import surrogate
 from lightning_realloc.batch.packing import PackedBatch, pack
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
@@ -128,7 +128,7 @@ def our_loss(
     """Return our loss of given (B, T) log-probabilities, as a training call computes it."""
     places = batch.predicted_places  # prompts of one token have none
     flat = torch.zeros(batch.num_tokens).index_copy(0, places, logprobs[MASK])
-    monkeypatch.setattr(policy_gradient, "token_logprobs", lambda *_, **__: TokenStatistics(flat))
+    monkeypatch.setattr(surrogate, "token_logprobs", lambda *_, **__: TokenStatistics(flat))
     sampling = SamplingParams(n=2, max_new_tokens=LONGEST)
     module = PolicyGradient(
         tiny_model("llama"), runs.low_tokens, sampling=sampling, tokenizer=byte_tokenizer(), **settings

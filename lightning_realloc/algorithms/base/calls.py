@@ -32,7 +32,7 @@ def generate(role: str, *, produces: Names, needs: Names = "batch") -> Callable[
 def infer(role: str, *, needs: Names, produces: Names) -> Callable[[Method], Method]:
     """Declare ``method(self, model, batch) -> (N,) or (B,) tensor``: one packed micro-batch, without gradients.
 
-    Of values per token, those of response tokens are kept.
+    Of values per token, those of response tokens are kept. A method that produces k columns returns (..., k).
     """
     return _declare("infer", role, needs, produces)
 

@@ -6,14 +6,12 @@ correct for that, with the engine's rounding as noise. Ratios to the trained mod
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
 from torch import Tensor
 
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.training import TrainOptions
-from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 
 RatioTo = Literal["behaviour", "proximal"]
 """The policy that sampled the tokens, or the one that the update stays close to. Hilton et al., arXiv:2110.00641."""
@@ -23,15 +21,6 @@ PROXIMAL_LOGPROBS = "proximal_logprobs"
 def learns_in_one_step(options: TrainOptions) -> bool:
     """Return whether an iteration takes a single optimizer step."""
     return options.num_epochs * options.num_minibatches == 1
-
-
-def with_proximal_call(calls: tuple[ModelFunctionCall, ...], *, method: str) -> tuple[ModelFunctionCall, ...]:
-    """Add the call ``actor.infer``, run by ``method``, and let ``actor.train`` need its result."""
-    score = ModelFunctionCall("actor.infer", "infer", "actor", method, ("rollout",), (PROXIMAL_LOGPROBS,))
-    needing = (
-        replace(call, needs=(*call.needs, PROXIMAL_LOGPROBS)) if call.name == "actor.train" else call for call in calls
-    )
-    return (*needing, score)
 
 
 def old_logprobs(logprobs: Tensor, batch: PackedBatch, *, ratio_to: RatioTo, one_step: bool) -> Tensor:

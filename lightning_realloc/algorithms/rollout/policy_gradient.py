@@ -11,17 +11,11 @@ from torch import Tensor, nn
 
 from lightning_realloc.algorithms.base.calls import compute, train
 from lightning_realloc.algorithms.base.loaded_weights import ModelSource
-from lightning_realloc.algorithms.base.missing_rewards import drop_unscored, estimate_scored, of_tokens
+from lightning_realloc.algorithms.base.missing_rewards import estimate_scored
 from lightning_realloc.algorithms.base.rollout_columns import FINISH_REASONS, model_mask
 from lightning_realloc.algorithms.losses.advantages import ADVANTAGES, AdvantageRule, require_shape, resolve_advantages
-from lightning_realloc.algorithms.losses.correction import (
-    Correction,
-    CorrectionName,
-    corrected_loss,
-    refuse_stale,
-    resolve_ratios,
-    too_old,
-)
+from lightning_realloc.algorithms.losses.correction import Correction, CorrectionName, too_old
+from lightning_realloc.algorithms.losses.entropy import EntropyName, EntropyRule
 from lightning_realloc.algorithms.losses.functional import ClippedLoss, sequence_sums, spread_tokens
 from lightning_realloc.algorithms.losses.kl import KL, fixed_kl, resolve_kl
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, token_metrics
@@ -30,31 +24,24 @@ from lightning_realloc.algorithms.losses.policy_losses import (
     PolicyLossName,
     RatioLevel,
     log_ratios,
-    resolve_policy_loss,
 )
-from lightning_realloc.algorithms.losses.proximal import (
-    RatioTo,
-    learns_in_one_step,
-    old_logprobs,
-    with_proximal_call,
-)
+from lightning_realloc.algorithms.losses.proximal import RatioTo
 from lightning_realloc.algorithms.rollout.dynamic_sampling import DynamicSampling, Refill, differing
 from lightning_realloc.algorithms.rollout.learning_signal import SignalWatch, signal_summary
-from lightning_realloc.algorithms.rollout.response_parts import checked_parts, whiten_learned, without_unlearned
+from lightning_realloc.algorithms.rollout.response_parts import whiten_learned, without_unlearned
 from lightning_realloc.algorithms.rollout.reward_sources import RewardSource
-from lightning_realloc.algorithms.rollout.rewarded import RewardedModule, RewardedSettings, check_group
+from lightning_realloc.algorithms.rollout.rewarded import RewardedSettings, check_group
+from lightning_realloc.algorithms.rollout.surrogate import SurrogateModule
 from lightning_realloc.algorithms.rollout.token_advantages import divergences, token_returns
-from lightning_realloc.algorithms.settings import Unpack, check_not_negative, check_type, given
+from lightning_realloc.algorithms.settings import Unpack, check_type, given
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Ragged, Samples
-from lightning_realloc.batch.training import Average, Loss, Totals
+from lightning_realloc.batch.training import Loss, Totals
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.environments.turns.turn_parser import PARTS, Part
-from lightning_realloc.errors import ConfigError, PlanError, require_choice
+from lightning_realloc.errors import ConfigError, require_choice
 from lightning_realloc.generation import SamplingParams
-from lightning_realloc.generation.core.capabilities import CAPABILITIES
 from lightning_realloc.rewards.signatures import function_name
-from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 
 _CHECKPOINT_KEY = "dynamic_sampling"
 _OR_TOKENS = ", or a Ragged of one per response token"
@@ -73,6 +60,7 @@ class PolicyGradientSettings(RewardedSettings, total=False):
     correction: Correction | CorrectionName | None
     loss_average: LossAverage | None
     entropy_coef: float
+    entropy: EntropyRule | EntropyName | None
     learn_truncated: bool
     learned_parts: Sequence[Part]
     dynamic_sampling: DynamicSampling | None
@@ -91,8 +79,8 @@ class PolicyDefaults:
     loss_average: LossAverage = "sequence"
 
 
-class PolicyGradient(RewardedModule):
-    """A RewardedModule whose actor learns from the advantage of each response over a baseline.
+class PolicyGradient(SurrogateModule):
+    """A SurrogateModule whose actor learns from the advantage of each response over a baseline.
 
     The advantages are those of the setting ``advantages``, or of a subclass's method :meth:`advantages`.
 
@@ -117,7 +105,9 @@ class PolicyGradient(RewardedModule):
             with ``engine="vllm"`` ``"token-truncate"``.
         loss_average: Mean over each ``"sequence"`` and then over these, or over every ``"token"``; ``"constant"``:
             sums over ``sampling.max_new_tokens``; ``"sum"``: sums of responses.
-        entropy_coef: Weight of the entropy.
+        entropy_coef: Weight of the entropy; with ``entropy="adaptive"`` that of the first iteration.
+        entropy: Rule that keeps the entropy up: a name from the table in docs/policy-loss.md, such as ``"adaptive"``,
+            or a value, such as ``TopShare(share=0.2)``.
         learn_truncated: Whether to learn from responses that were cut off.
         learned_parts: Parts of responses that are learned, of ``"thinking"``, ``"calls"`` (of tools) and ``"answer"``.
         dynamic_sampling: Replace groups of equal rewards by further prompts.
@@ -144,26 +134,31 @@ class PolicyGradient(RewardedModule):
         correction: Correction | CorrectionName | None = None,
         loss_average: LossAverage | None = None,
         entropy_coef: float = 0.0,
+        entropy: EntropyRule | EntropyName | None = None,
         learn_truncated: bool = True,
         learned_parts: Sequence[Part] = PARTS,
         dynamic_sampling: DynamicSampling | None = None,
         **settings: Unpack[RewardedSettings],
     ) -> None:
         defaults = self.defaults
-        super().__init__(actor, reward, sampling=given(sampling, defaults.sampling), **settings)
-        self.kl = resolve_kl(fixed_kl(kl), kl_coef, defaults.kl)
-        self.policy_loss = resolve_policy_loss(policy_loss)
-        self.ratio_level = given(ratio_level, defaults.ratio_level)
-        is_other_engine = "same_logprobs" not in CAPABILITIES[self.engine]
-        self.ratio_to, self.correction = resolve_ratios(
-            ratio_to, correction, self.policy_loss, is_other_engine=is_other_engine
+        super().__init__(
+            actor,
+            reward,
+            sampling=given(sampling, defaults.sampling),
+            policy_loss=policy_loss,
+            loss_average=given(loss_average, defaults.loss_average),
+            learned_parts=learned_parts,
+            ratio_to=ratio_to,
+            correction=correction,
+            entropy_coef=entropy_coef,
+            entropy=entropy,
+            **settings,
         )
-        self.loss_average = given(loss_average, defaults.loss_average)
-        self.entropy_coef = entropy_coef
+        self.kl = resolve_kl(fixed_kl(kl), kl_coef, defaults.kl)
+        self.ratio_level = given(ratio_level, defaults.ratio_level)
         check_type(bool, learn_truncated=learn_truncated)
         check_type(DynamicSampling, dynamic_sampling=dynamic_sampling)
         self.learn_truncated = learn_truncated
-        self.learned_parts = checked_parts(learned_parts)
         self._refill = None if dynamic_sampling is None else Refill(dynamic_sampling, group_size=self.sampling.n)
         self._signal = SignalWatch()
         self._rule = self._advantage_rule(advantages)
@@ -182,12 +177,7 @@ class PolicyGradient(RewardedModule):
         return None if chosen is None else resolve_advantages(chosen)
 
     def _check_loss(self) -> None:
-        require_choice("loss_average", self.loss_average, get_args(LossAverage))
         require_choice("ratio_level", self.ratio_level, get_args(RatioLevel))
-        check_not_negative(entropy_coef=self.entropy_coef)
-        budget = self.generation_options.rollout_budget
-        if budget is not None:
-            refuse_stale(self.ratio_to, self.correction, f"{budget} goes on with responses of older weights")
         if self.policy_loss.weighs_responses and self.ratio_level != "token":
             raise ConfigError(
                 f"policy_loss={self.policy_loss} weighs whole responses by itself; set ratio_level='token' in place of "
@@ -221,18 +211,12 @@ class PolicyGradient(RewardedModule):
         return self._refill is not None
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
-        """Return the calls, with ``actor.infer`` for proximal ratios, and without unused needs."""
+        """Return the calls without unused needs."""
         unneeded = "compare" if self.kl.place == "loss" else "actor.train"
-        calls = tuple(
+        return tuple(
             replace(call, needs=tuple(name for name in call.needs if call.name != unneeded or name != "ref_logprobs"))
             for call in super().calls()
         )
-        scores = self.ratio_to == "proximal" and not self._one_step
-        return with_proximal_call(calls, method="score_actor") if scores else calls
-
-    def score_actor(self, actor: nn.Module, batch: PackedBatch) -> Tensor:
-        """Return the actor's log-probabilities before its first step, for ``ratio_to="proximal"``."""
-        return self._logprobs(actor, batch)
 
     # ---- from rewards to advantages
     @property
@@ -311,44 +295,16 @@ class PolicyGradient(RewardedModule):
     @train("actor", needs=("rollout", "advantages", "ref_logprobs"))
     def actor_loss(self, actor: nn.Module, batch: PackedBatch, totals: Totals) -> Loss:
         """Return one micro-batch's policy loss, divergence penalty and entropy bonus."""
-        statistics = token_logprobs(
-            actor, batch, temperature=self.sampling.temperature, with_entropy=self.entropy_coef > 0, only_responses=True
-        )
-        logprobs = statistics.logprobs
-        before = old_logprobs(logprobs, batch, ratio_to=self.ratio_to, one_step=self._one_step)
-        batch = drop_unscored(batch, "advantages")
-        advantages, mask = of_tokens(batch["advantages"], batch), batch.response_mask
-        loss = self.token_losses(logprobs, before, advantages, batch)
-        if not isinstance(loss, ClippedLoss):
-            raise PlanError(
-                f"token_losses() must return a ClippedLoss of losses and a mask of clipped tokens; it returned a "
-                f"{type(loss).__name__}: write ClippedLoss(losses, torch.zeros_like(losses, dtype=torch.bool)) if "
-                f"nothing is clipped"
-            )
-        values = require_shape("token_losses()", loss.values, logprobs, "token")
-        measured = {"clip_fraction": loss.clipped.float()}
-        metrics: dict[str, Average] = {}
-        if self.ratio_to == "proximal":
-            values, metrics = corrected_loss(values, before, batch, self.correction)
+        batch, found = self.surrogate(actor, batch, with_entropy=False)
+        values, metrics = found.values, found.metrics
         if self.has_reference and self.kl.place == "loss":
-            measured["kl"] = self.kl.estimate(logprobs, batch["ref_logprobs"])
-            values = values + self.kl_coef * measured["kl"]
-            measured |= self.start_metrics(batch)
-        measured["entropy"] = -logprobs.detach()  # its mean over sampled tokens estimates the entropy at no cost
-        if statistics.entropy is not None:
-            measured["entropy"] = statistics.entropy
-            values = values - self.entropy_coef * statistics.entropy
-        return Loss(self.average_loss(values, batch, totals), metrics | token_metrics(measured, mask))
+            kl = self.kl.estimate(found.logprobs, batch["ref_logprobs"])
+            values = values + self.kl_coef * kl
+            metrics = {**metrics, **token_metrics({"kl": kl, **self.start_metrics(batch)}, batch.response_mask)}
+        return Loss(self.average_loss(values, batch, totals), metrics)
 
     def token_losses(self, logprobs: Tensor, before: Tensor, advantages: Tensor, batch: PackedBatch) -> ClippedLoss:
-        """Return the (N,) losses of tokens. A subclass overrides this for a formula of its own.
-
-        Args:
-            logprobs: (N,) current log-probabilities.
-            before: (N,) log-probabilities in the denominator of ratios.
-            advantages: (N,) advantage of each token.
-            batch: The micro-batch; values outside its ``response_mask`` are ignored.
-        """
+        """Return the (N,) losses of tokens, with ratios at ``ratio_level``; see :class:`SurrogateModule`."""
         ratios = log_ratios(logprobs - before, batch, level=self.ratio_level)
         return self.policy_loss(logprobs, ratios, advantages, batch)
 
@@ -369,12 +325,6 @@ class PolicyGradient(RewardedModule):
         super().on_iteration_end(samples)
         self._signal.record(samples, samples.tensor("rewards"), has_signal=self.has_signal(samples))
 
-    def check_batch(self, batch: Samples) -> None:
-        """Raise also for proximal ratios of responses from older weights."""
-        super().check_batch(batch)
-        if self.training_now and (most := self._strategy.max_staleness):
-            refuse_stale(self.ratio_to, self.correction, f"max_staleness={most} draws responses from older weights")
-
     def on_save_checkpoint(self, checkpoint: MutableMapping[str, Any]) -> None:
         """Save also groups that wait for others."""
         super().on_save_checkpoint(checkpoint)
@@ -386,7 +336,3 @@ class PolicyGradient(RewardedModule):
         super().on_load_checkpoint(checkpoint)
         if self._refill is not None and _CHECKPOINT_KEY in checkpoint:
             self._refill.load(checkpoint[_CHECKPOINT_KEY])
-
-    @property
-    def _one_step(self) -> bool:
-        return learns_in_one_step(self.train_options_of("actor"))

@@ -99,7 +99,7 @@ class InferCalls:
             with torch.no_grad(), self._context.reading(call, replica):
                 values = self._forward(call, replica, parts)
             return [] if values is None else [
-                Samples(part.ids, {call.produces[0]: column.to("cpu")})
+                Samples(part.ids, _by_name(call.produces, column.to("cpu")))
                 for part, column, micro in zip(parts, values, micro_batches, strict=True) if micro.counts
             ]  # fmt: skip
 
@@ -116,9 +116,10 @@ class InferCalls:
         Raises:
             ReallocError: naming the role and the samples.
         """
-        (name, column), *_ = made.columns.items()
-        if is_finite(column):
+        infinite = next((name for name, column in made.columns.items() if not is_finite(column)), None)
+        if infinite is None:
             return
+        name = infinite
         bad = [number for number in made.ids.tolist() if not is_finite(made.by_ids([number]).columns[name])]
         found = f"{name} of {call.role} are not finite for sample ids {bad[:8]} ({len(bad)} of {len(made)})"
         if call.role in self._context.pool.dataflow.trained_roles:
@@ -144,6 +145,15 @@ class InferCalls:
             stage = PipelineStage(replica.model, replica.model_layout, self._context.pool.meshes)
             return pipeline_infer(stage, list(packs), column_of, count=record.advance)
         return [column_of(replica.model, batch) for batch in record.counted(packs)]
+
+
+def _by_name(names: Sequence[str], column: Tensor | Ragged) -> dict[str, Column]:
+    """Return a column of values (..., k) as k columns of values (...), if there are as many names."""
+    if len(names) == 1:
+        return {names[0]: column}
+    if isinstance(column, Ragged):
+        return {name: Ragged(column.values[..., place], column.lengths) for place, name in enumerate(names)}
+    return {name: column[..., place] for place, name in enumerate(names)}
 
 
 def is_finite(column: Column) -> bool:

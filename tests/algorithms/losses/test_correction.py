@@ -86,7 +86,7 @@ def test_tokens_of_an_environment_exclude_no_response() -> None:
 
 @pytest.mark.parametrize("name", VERLS)
 def test_weights_equal_verls(name: str) -> None:
-    table = json.loads(Path("tests/parity/verl_corrections.json").read_text())
+    table = json.loads(Path("tests/parity/verl_tables.json").read_text())["corrections"]
     batch = packed(table["behaviour"])
     found = VERLS[name].weights(flat(table["proximal"]), batch["behaviour_logprobs"], batch).values
     expected = [weight for row in table["weights"][name] for weight in row]

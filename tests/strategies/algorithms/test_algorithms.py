@@ -14,10 +14,13 @@ from torch.optim import SGD
 from lightning_realloc import (
     GRPO,
     KL,
+    PPO,
     RLOO,
+    AdaptiveEntropy,
     BestOfN,
     Cispo,
     Clip,
+    ClipCov,
     ConfigError,
     DynamicSampling,
     GenerationOptions,
@@ -26,6 +29,7 @@ from lightning_realloc import (
     ReinforcePlusPlus,
     ReMax,
     RolloutBudget,
+    TopShare,
 )
 from lightning_realloc.algorithms.base.module import MultiModelModule
 from lightning_realloc.batch.training import TrainOptions
@@ -69,6 +73,9 @@ CASES: Mapping[str, Case] = {
     "corrected": (
         GRPO, {"correction": "token-truncate", "train_options": SEVERAL, "kl": KL(0.04, place="reward")},
     ),
+    "marked": (GRPO, {"entropy": TopShare(share=0.5), "correction": "sequence-mask", "train_options": SEVERAL}),
+    "adaptive": (GRPO, {"entropy": AdaptiveEntropy(target=9.0, step=0.1)}),
+    "ppo_marked": (PPO, {"entropy": ClipCov(share=0.2, low=0.01), "correction": "reject", "train_options": SEVERAL}),
     "rloo": (RLOO, {"train_options": SEVERAL}),
     "reinforce": (ReinforcePlusPlus, {}),
     "reinforce_baseline": (ReinforcePlusPlus, {"baseline": "group", "discount": 0.9}),
@@ -115,7 +122,7 @@ def fit(cases: Sequence[str]) -> dict[str, runs.Outcome]:
 
 EXHAUSTIVE = {
     "dr_grpo", "gspo", "cispo", "rloo", "reinforce", "rloo_scored", "remax_scored", "online_dpo_lora", "distilled",
-    "distilled_lora",
+    "distilled_lora", "adaptive",
 }  # fmt: skip
 """Cases with settings that other cases, or faster tests, guard."""
 IN_PLANS = [f"{name} {layout}" for name in CASES for layout in ("fsdp", "pp")]
@@ -152,6 +159,9 @@ LOGGED = {
         "actor/effective_sample_size",
         "kl_k1",
     },
+    "marked": {"actor/marked_tokens", "actor/effective_sample_size"},
+    "adaptive": {"entropy_coef", "actor/entropy"},
+    "ppo_marked": {"actor/marked_tokens", "actor/correction_excluded", "actor/behaviour_kl"},
     "rloo": {"kl_k1"},
     "remax": {"kl_k1", "greedy_reward"},
     "rloo_scored": {"reward/low_tokens", "reward/reward", "reward/reward_2"},
