@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from lightning_realloc.algorithms.rollout.dynamic_sampling import DynamicSampling as DynamicSampling
     from lightning_realloc.algorithms.rollout.partner_roles import ActorAverage as ActorAverage
     from lightning_realloc.algorithms.rollout.policy_gradient import PolicyGradient as PolicyGradient
+    from lightning_realloc.algorithms.rollout.reward_sources import StopProperly as StopProperly
     from lightning_realloc.algorithms.rollout.token_advantages import GAE as GAE
     from lightning_realloc.algorithms.sft import SFT as SFT
     from lightning_realloc.batch.training import TrainOptions as TrainOptions

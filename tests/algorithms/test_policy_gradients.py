@@ -198,7 +198,11 @@ def test_invalid_combinations_are_refused() -> None:
         (GRPO, {"kl_coef": -1.0}, "kl_coef=-1.0 may not be negative"),
         (RLOO, {"kl_coef": 0.04, "kl": KL(0.2)}, r"kl_coef=0.04 and kl=KL\(0.2\) contradict each other"),
         (GRPO, {"dynamic_sampling": True}, r"dynamic_sampling=True is a bool; write DynamicSampling\(...\)"),
-        (GRPO, {"advantages": "mean"}, "advantages='mean' must be one of group, group_mean, group_turns, leave_one"),
+        (
+            GRPO,
+            {"advantages": "mean"},
+            "advantages='mean' must be one of group, group_each, group_mean, group_turns",
+        ),
         (GRPO, {"advantages": "gae"}, "advantages='gae' compares with the values of a critic; use PPO"),
         (GRPO, {"advantages": "no.such:rule"}, "advantages 'no.such:rule' cannot be imported"),
         (GRPO, {"advantages": {}}, r"advantages=\{\} must be one of group"),

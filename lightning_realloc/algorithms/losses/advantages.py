@@ -98,12 +98,33 @@ def _by_turn(total: Tensor, own: Tensor, count: int) -> Tensor:
     return rewards.masked_fill(total.isnan(), torch.nan)
 
 
+def each_reward_advantages(samples: Samples, *, weights: Mapping[str, float], std_eps: float = 1e-4) -> Tensor:
+    """Return the (B,) advantages of which each reward is standardized by itself, so that none drowns in the others.
+
+    The standardized rewards of functions and models are added with their ``weights``; the sums are standardized over
+    the batch. What ``rewards`` hold besides, such as a penalty for truncated responses, is one more reward.
+
+    Source: Liu et al., arXiv:2601.05242 (GDPO), eq. 4 to 6.
+    """
+    total, groups = samples.tensor("rewards"), samples.tensor("prompt_id")
+    names = [name for name in samples.columns if name.startswith("reward/")]
+    each = {name: samples.tensor(name).to(total).masked_fill(total.isnan(), torch.nan) for name in names}
+    factors = {name: weights.get(name.removeprefix("reward/"), 1.0) for name in names}
+    rest = total - sum((factors[name] * values.nan_to_num() for name, values in each.items()), torch.zeros_like(total))
+    if not names or bool((rest.nan_to_num().abs() > 1e-6 * total.nan_to_num().abs().clamp(min=1.0)).any()):
+        each["rest"], factors["rest"] = rest, 1.0
+    parts = (factors[name] * group_advantages(values, groups, std_eps=std_eps) for name, values in each.items())
+    sums = sum((part.nan_to_num() for part in parts), torch.zeros_like(total)).masked_fill(total.isnan(), torch.nan)
+    return group_advantages(sums, torch.zeros_like(groups), std_eps=std_eps)
+
+
 def _of_groups(rule: Callable[[Tensor, Tensor], Tensor], samples: Samples) -> Tensor:
     return rule(samples.tensor("rewards"), samples.tensor("prompt_id"))
 
 
 ADVANTAGES: Mapping[str, AdvantageRule] = {
     "group": partial(_of_groups, group_advantages),
+    "group_each": partial(each_reward_advantages, weights={}),
     "group_mean": partial(_of_groups, partial(group_advantages, std_eps=None)),
     "group_turns": turn_advantages,
     "leave_one_out": partial(_of_groups, leave_one_out_advantages),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -13,7 +14,13 @@ from lightning_realloc.algorithms.base.calls import compute, train
 from lightning_realloc.algorithms.base.loaded_weights import ModelSource
 from lightning_realloc.algorithms.base.missing_rewards import estimate_scored
 from lightning_realloc.algorithms.base.rollout_columns import FINISH_REASONS, model_mask
-from lightning_realloc.algorithms.losses.advantages import ADVANTAGES, AdvantageRule, require_shape, resolve_advantages
+from lightning_realloc.algorithms.losses.advantages import (
+    ADVANTAGES,
+    AdvantageRule,
+    each_reward_advantages,
+    require_shape,
+    resolve_advantages,
+)
 from lightning_realloc.algorithms.losses.correction import Correction, CorrectionName, too_old
 from lightning_realloc.algorithms.losses.entropy import EntropyName, EntropyRule
 from lightning_realloc.algorithms.losses.functional import ClippedLoss, sequence_sums, spread_tokens
@@ -174,6 +181,8 @@ class PolicyGradient(SurrogateModule):
         chosen = given(setting, self.defaults.advantages)
         if isinstance(chosen, str) and chosen in ADVANTAGES:
             check_group(self.sampling.n)
+        if chosen == "group_each":
+            return partial(each_reward_advantages, weights=self._judges.weights)
         return None if chosen is None else resolve_advantages(chosen)
 
     def _check_loss(self) -> None:
@@ -211,10 +220,15 @@ class PolicyGradient(SurrogateModule):
         return self._refill is not None
 
     def calls(self) -> tuple[ModelFunctionCall, ...]:
-        """Return the calls without unused needs."""
+        """Return the calls without unused needs; advantages that are standardized over the batch need all of it."""
         unneeded = "compare" if self.kl.place == "loss" else "actor.train"
+        whole = isinstance(self._rule, partial) and self._rule.func is each_reward_advantages
         return tuple(
-            replace(call, needs=tuple(name for name in call.needs if call.name != unneeded or name != "ref_logprobs"))
+            replace(
+                call,
+                needs=tuple(name for name in call.needs if call.name != unneeded or name != "ref_logprobs"),
+                whole_batch=call.whole_batch or (whole and call.name == "compare"),
+            )
             for call in super().calls()
         )
 

@@ -29,6 +29,7 @@ from lightning_realloc.algorithms.base.vocabulary import (
     required_tokenizer,
     retokenized,
 )
+from lightning_realloc.algorithms.settings import check_positive, check_share
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
@@ -45,6 +46,7 @@ from lightning_realloc.rewards.invoke import finite_number
 from lightning_realloc.rewards.signatures import resolved
 from lightning_realloc.rewards.texts import shortened
 from lightning_realloc.runtime.parallel.packed_forward import sequence_scores
+from lightning_realloc.setting_hints import suggest_settings
 
 # This order matters: jsonargparse would otherwise dump a list as a path.
 RewardSource = str | Sequence[str | RewardFunction | ModelSource] | RewardFunction | ModelSource
@@ -155,6 +157,14 @@ class RewardSources:
         return bool(self.models) and self._tokenizer == "actor"
 
     @property
+    def weights(self) -> dict[str, float]:
+        """Name of each reward in columns ``reward/...`` -> its weight."""
+        of_functions = (
+            {} if self.functions is None else dict(zip(self.functions.names, self.functions.weights, strict=True))
+        )
+        return {self._name_of(model, of_functions): model.weight for model in self.models} | of_functions
+
+    @property
     def is_one_model(self) -> bool:
         """Whether the rewards are the scores of a single model, so that nothing has to be added up."""
         return not self._has_environment and self.functions is None and [m.weight for m in self.models] == [1.0]
@@ -259,8 +269,12 @@ class RewardSources:
                 f"function"
             )
 
-    def _named(self, scores: Mapping[_Model, Tensor], taken: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {f"{m.role}_model" if m.role in taken else m.role: values for m, values in scores.items()}
+    def _named(self, scores: Mapping[_Model, Tensor], taken: Collection[str]) -> dict[str, Tensor]:
+        return {self._name_of(model, taken): values for model, values in scores.items()}
+
+    @staticmethod
+    def _name_of(model: _Model, taken: Collection[str]) -> str:
+        return f"{model.role}_model" if model.role in taken else model.role
 
 
 def _warn_of_other_template(role: Role, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -272,9 +286,39 @@ def _warn_of_other_template(role: Role, tokenizer: PreTrainedTokenizerBase) -> N
         )
 
 
-def penalize_truncated(scores: Tensor, samples: Samples, penalty: float | None) -> Tensor:
-    """Return the (B,) scores, less the penalty for truncated responses."""
+@suggest_settings({})
+@dataclass(frozen=True, kw_only=True)
+class StopProperly:
+    """Reward of responses that are cut off: a share of their own, or a fixed one.
+
+    Example:
+        ``GRPO(actor, reward, missing_eos_penalty=StopProperly(scale=0.5))``
+    """
+
+    scale: float = 0.0
+    """Factor of the reward, from 0 to 1."""
+    reward: float | None = None
+    """Reward in place of theirs; None: theirs, scaled."""
+
+    def __post_init__(self) -> None:
+        check_share(scale=self.scale)
+        if self.reward is not None and finite_number(self.reward) is None:
+            raise ConfigError(f"reward={self.reward!r} must be a finite number, or None for scale= times their own")
+
+
+def checked_penalty(penalty: float | StopProperly | None) -> float | StopProperly | None:
+    """Return the penalty for truncated responses; ConfigError for one that is not positive."""
+    if not isinstance(penalty, StopProperly):
+        check_positive(missing_eos_penalty=penalty)
+    return penalty
+
+
+def penalize_truncated(scores: Tensor, samples: Samples, penalty: float | StopProperly | None) -> Tensor:
+    """Return the (B,) scores with the penalty for truncated responses; a missing score stays missing."""
     if penalty is None:
         return scores
-    cut_off = samples.tensor("finish_reason") == FINISH_REASONS.index("length")
-    return scores - penalty * cut_off.to(scores)
+    cut_off = (samples.tensor("finish_reason") == FINISH_REASONS.index("length")).to(scores.device)
+    if not isinstance(penalty, StopProperly):
+        return scores - penalty * cut_off.to(scores)
+    fixed = scores * penalty.scale if penalty.reward is None else torch.full_like(scores, penalty.reward)
+    return torch.where(cut_off & ~scores.isnan(), fixed, scores)

@@ -26,7 +26,9 @@ from lightning_realloc.algorithms.rollout.reward_sources import (
     RewardSource,
     RewardSources,
     RewardTokenizer,
+    StopProperly,
     calls_of_further,
+    checked_penalty,
     penalize_truncated,
     with_further,
 )
@@ -37,7 +39,7 @@ from lightning_realloc.algorithms.rollout.start_divergence import (
     starts_as,
     warn_of_divergence,
 )
-from lightning_realloc.algorithms.settings import Unpack, check_positive, check_type
+from lightning_realloc.algorithms.settings import Unpack, check_type
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.data.prompts import PromptDataModule
@@ -52,7 +54,7 @@ class RewardedSettings(PolicySettings, total=False):
 
     reward_weights: Sequence[float] | None
     reward_tokenizer: RewardTokenizer
-    missing_eos_penalty: float | None
+    missing_eos_penalty: float | StopProperly | None
     keep_special_tokens: bool
     reference: ModelSource | None
 
@@ -69,7 +71,8 @@ class RewardedModule(PolicyModule):
         reward_weights: Weight of each reward; None: all count 1.
         reward_tokenizer: ``"actor"``: reward models read the actor's tokens; ``"retokenize"``: texts by their own
             tokenizers, messages by their own chat templates; a tokenizer: both by that one.
-        missing_eos_penalty: Subtracted in training from the reward of a response that is cut off; None: nothing.
+        missing_eos_penalty: Subtracted in training from the reward of a response that is cut off; or
+            ``StopProperly(...)``, which scales or replaces it; None: nothing.
         keep_special_tokens: Whether reward functions get completions with the tokenizer's special tokens, apart from
             one that ends the response.
         reference: Model that the policy is kept close to; None: the actor as it was loaded, or without its adapters.
@@ -91,7 +94,7 @@ class RewardedModule(PolicyModule):
         sampling: SamplingParams,
         reward_weights: Sequence[float] | None = None,
         reward_tokenizer: RewardTokenizer = "actor",
-        missing_eos_penalty: float | None = None,
+        missing_eos_penalty: float | StopProperly | None = None,
         keep_special_tokens: bool = False,
         reference: ModelSource | None = None,
         **settings: Unpack[PolicySettings],
@@ -103,8 +106,7 @@ class RewardedModule(PolicyModule):
                 "sampling.temperature=0 gives every response of a group the same tokens, and explores nothing; set it "
                 "above 0"
             )
-        check_positive(missing_eos_penalty=missing_eos_penalty)
-        self.missing_eos_penalty = missing_eos_penalty
+        self.missing_eos_penalty = checked_penalty(missing_eos_penalty)
         check_type(bool, keep_special_tokens=keep_special_tokens)
         self.keep_special_tokens = keep_special_tokens
         self._judges = RewardSources(

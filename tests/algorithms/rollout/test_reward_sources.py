@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from lightning_realloc import GRPO, PPO, RLOO, BestOfN, OnlineDPO, ReinforcePlusPlus, ReMax
 from lightning_realloc.algorithms.base.rollout_columns import FINISH_REASONS
 from lightning_realloc.algorithms.losses.advantages import ADVANTAGES
-from lightning_realloc.algorithms.rollout.reward_sources import RewardSources
+from lightning_realloc.algorithms.rollout.reward_sources import RewardSources, StopProperly
 from lightning_realloc.batch.packing import pack
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
@@ -211,8 +211,14 @@ def test_truncated_responses_cost_a_penalty_while_training(training: bool, monke
     expected = torch.tensor(test_grpo.REWARDS)
     expected[1] -= 4.0 * training
     assert torch.equal(module.judge(rollout())["rewards"], expected)
+    for penalty, reward in ((StopProperly(scale=0.25), test_grpo.REWARDS[1] / 4), (StopProperly(reward=-2.0), -2.0)):
+        module.missing_eos_penalty = penalty
+        expected[1] = reward if training else test_grpo.REWARDS[1]
+        assert torch.equal(module.judge(rollout())["rewards"], expected)
     with pytest.raises(ConfigError, match=r"missing_eos_penalty=0.0 must be positive; None leaves it out"):
         runs.grpo(missing_eos_penalty=0.0)
+    with pytest.raises(ConfigError, match=r"scale=2.0 must lie between 0 and 1"):
+        StopProperly(scale=2.0)
 
 
 def test_the_actors_own_penalties_are_warned_of_unless_sampling_has_them() -> None:

@@ -66,6 +66,10 @@ def ends_early(completion_ids: Sequence[Sequence[int]], **columns: object) -> li
 Case = tuple[type[MultiModelModule], Mapping[str, Any]]
 CASES: Mapping[str, Case] = {
     "dr_grpo": (GRPO, {"advantages": "group_mean", "loss_average": "constant", "kl_coef": 0.0}),
+    "gdpo": (
+        GRPO, {"advantages": "group_each", "reward": [runs.low_tokens, ends_early], "reward_weights": [1.0, 0.5],
+               "missing_eos_penalty": 0.2},
+    ),
     "dapo": (GRPO, DAPO),
     "refilled": (GRPO, {"reward": ends_early, "dynamic_sampling": DynamicSampling(max_refills=2), "kl_coef": 0.1}),
     "gspo": (GRPO, {"ratio_level": "sequence", "train_options": SEVERAL}),
@@ -122,7 +126,7 @@ def fit(cases: Sequence[str]) -> dict[str, runs.Outcome]:
 
 EXHAUSTIVE = {
     "dr_grpo", "gspo", "cispo", "rloo", "reinforce", "rloo_scored", "remax_scored", "online_dpo_lora", "distilled",
-    "distilled_lora", "adaptive",
+    "distilled_lora", "adaptive", "gdpo",
 }  # fmt: skip
 """Cases with settings that other cases, or faster tests, guard."""
 IN_PLANS = [f"{name} {layout}" for name in CASES for layout in ("fsdp", "pp")]
