@@ -23,8 +23,7 @@ from lightning_realloc.algorithms.base.rollout_columns import (
     without_failed,
 )
 from lightning_realloc.algorithms.losses.controllers import KLController, RunningMoments
-from lightning_realloc.algorithms.losses.correction import Correction, CorrectionName, too_old
-from lightning_realloc.algorithms.losses.entropy import EntropyName, EntropyRule
+from lightning_realloc.algorithms.losses.correction import too_old
 from lightning_realloc.algorithms.losses.functional import clipped_value_loss, kl_estimate
 from lightning_realloc.algorithms.losses.kl import KL, resolve_kl
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, token_metrics
@@ -36,8 +35,7 @@ from lightning_realloc.algorithms.rollout.reward_sources import (
     calls_of_further,
     penalize_truncated,
 )
-from lightning_realloc.algorithms.rollout.rewarded import RewardedSettings
-from lightning_realloc.algorithms.rollout.surrogate import SurrogateModule
+from lightning_realloc.algorithms.rollout.surrogate import SurrogateModule, SurrogateSettings
 from lightning_realloc.algorithms.rollout.token_advantages import GAE
 from lightning_realloc.algorithms.settings import (
     Unpack,
@@ -73,23 +71,20 @@ class PPO(SurrogateModule):
         kl_coef: Weight of the divergence from the reference; 0 leaves the reference out. None: 0.05.
         kl: Divergence from the reference, with ``place="reward"`` by default; its weight can be steered to a target.
         policy_loss: Loss of the actor's tokens: a value, such as ``Clip(low=0.2, high=0.28)``, or a name.
-        correction: Ratios to the trained model before its first step, by a call ``actor.infer`` if there are several
-            steps, with weights and exclusion of tokens for what they leave out: a name from the table in
-            docs/policy-loss.md, such as ``"token-truncate"``, or a value. None: ratios to the rollout's probabilities.
         value_clip: Distance from the value at the rollout at which a value is clipped; None never clips.
         advantages: From scores to advantages and returns of tokens: discounts, normalization and bounds.
         learned_parts: Parts of responses that the actor learns, of ``"thinking"``, ``"calls"`` (of tools) and
             ``"answer"``; the critic learns all.
         entropy_coef: Weight of the entropy; with ``entropy="adaptive"`` that of the first iteration.
-        entropy: Rule that keeps the entropy up: a name from the table in docs/policy-loss.md, or a value.
         loss_average: Mean over each ``"sequence"`` and then over these, or over every ``"token"``; ``"constant"``:
             sums over ``sampling.max_new_tokens``; ``"sum"``: sums of responses.
         critic_warmup: Iterations in which the critic learns alone.
         critic_learning_rate: Learning rate of the critic; None: the actor's. See ``optimizers`` for other settings.
         critic_train_options: Epochs, mini-batches, clipping and limits of the critic; None: the actor's without
             ``stop_above``, whose limits are on metrics of the actor's loss.
-        settings: Settings of :class:`RewardedModule` (reward weights, reference), :class:`PolicyModule`
-            (evaluation, environment, conversation) and :class:`MultiModelModule` (learning rate,
+        settings: Settings of :class:`SurrogateModule` (``ratio_to``, ``correction``, ``entropy``),
+            :class:`RewardedModule` (reward weights, reference), :class:`PolicyModule` (evaluation, environment,
+            conversation) and :class:`MultiModelModule` (learning rate,
             optimizer, schedule, training options, seed).
     """
 
@@ -107,17 +102,15 @@ class PPO(SurrogateModule):
         kl_coef: float | None = None,
         kl: KL | None = None,
         policy_loss: PolicyLoss | PolicyLossName = "clip",
-        correction: Correction | CorrectionName | None = None,
         value_clip: float | None = 0.2,
         advantages: GAE | None = None,
         learned_parts: Sequence[Part] = PARTS,
         entropy_coef: float = 0.0,
-        entropy: EntropyRule | EntropyName | None = None,
         loss_average: LossAverage = "token",
         critic_warmup: int = 0,
         critic_learning_rate: float | None = None,
         critic_train_options: TrainOptions | None = None,
-        **settings: Unpack[RewardedSettings],
+        **settings: Unpack[SurrogateSettings],
     ) -> None:
         super().__init__(
             actor,
@@ -126,10 +119,7 @@ class PPO(SurrogateModule):
             policy_loss=policy_loss,
             loss_average=loss_average,
             learned_parts=learned_parts,
-            ratio_to=None,
-            correction=correction,
             entropy_coef=entropy_coef,
-            entropy=entropy,
             **settings,
         )
         self.role_optimizers = with_learning_rate(self.role_optimizers, "critic", critic_learning_rate)

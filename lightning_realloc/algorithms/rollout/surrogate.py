@@ -57,11 +57,18 @@ NATS = "drawn_nats"
 """Column (B,) of minus the log-probabilities of the tokens that the model drew, summed."""
 
 
+class SurrogateSettings(RewardedSettings, total=False):
+    """Types of the settings that subclasses pass on to :class:`SurrogateModule`, where they are documented."""
+
+    ratio_to: RatioTo | None
+    correction: Correction | CorrectionName | None
+    entropy: EntropyRule | EntropyName | None
+
+
 class SurrogateModule(RewardedModule):
     """A RewardedModule whose actor learns from advantages times probability ratios.
 
-    A subclass has calls that produce ``advantages`` and a loss that begins with :meth:`surrogate`. Arguments are
-    described there, too.
+    A subclass has calls that produce ``advantages`` and a loss that begins with :meth:`surrogate`.
 
     Args:
         actor: The policy.
@@ -70,10 +77,13 @@ class SurrogateModule(RewardedModule):
         policy_loss: Loss of tokens: a value or a name.
         loss_average: Average of token losses.
         learned_parts: Parts of responses that are learned.
-        ratio_to: Denominator of ratios; None: a default that depends on ``correction`` and the engine.
-        correction: Weights and exclusion of tokens for what proximal ratios leave out: a value or a name.
         entropy_coef: Weight of the entropy; with an adaptive rule that of the first iteration.
-        entropy: Rule that keeps the entropy up: a value or a name.
+        ratio_to: Denominator of ratios: ``"behaviour"``: the probability at the rollout; ``"proximal"``: the trained
+            model's before its first step, by a call ``actor.infer`` if there are several steps. None: the first; with
+            a ``correction`` the second.
+        correction: Weights and exclusion of tokens for what proximal ratios leave out: a name from the table in
+            docs/policy-loss.md, such as ``"token-truncate"``, or a value. None: none.
+        entropy: Rule that keeps the entropy up: a name from the table in docs/policy-loss.md, or a value.
         settings: Settings of :class:`RewardedModule`.
     """
 
@@ -89,10 +99,10 @@ class SurrogateModule(RewardedModule):
         policy_loss: PolicyLoss | PolicyLossName,
         loss_average: LossAverage,
         learned_parts: Sequence[Part],
-        ratio_to: RatioTo | None,
-        correction: Correction | CorrectionName | None,
         entropy_coef: float,
-        entropy: EntropyRule | EntropyName | None,
+        ratio_to: RatioTo | None = None,
+        correction: Correction | CorrectionName | None = None,
+        entropy: EntropyRule | EntropyName | None = None,
         **settings: Unpack[RewardedSettings],
     ) -> None:
         super().__init__(actor, reward, sampling=sampling, **settings)
