@@ -83,6 +83,17 @@ def error_line(error: BaseException) -> str:
     return f" in {Path(frames[0].filename).name}, line {frames[0].lineno}" if frames else ""
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with a noun: ``1 image``, ``2 images``."""
+    return f"{number} {noun}{'s' if number != 1 else ''}"
+
+
+def described(value: object) -> str:
+    """Return the class of a value, and the beginning of its text."""
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
 def require_choice(name: str, value: object, choices: Sequence[str], error: type[ReallocError] = ConfigError) -> None:
     """Raise an error unless a setting's value is one of the choices."""
     if value not in choices:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.data.shown_images import expanded, shown_images, template_part
 from lightning_realloc.data.tokenizers import needs_parts
-from lightning_realloc.errors import DataError
+from lightning_realloc.errors import DataError, described
 
 Message = Mapping[str, Any]
 """One turn of a conversation: ``role``, and ``content`` or ``tool_calls``."""
@@ -22,7 +22,17 @@ _TEXT_ROLES = frozenset({"system", "developer", "user", "assistant"})
 """Roles whose content is text. Templates write that of others, such as ``tool`` and ``ipython``, as JSON."""
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 """Types of the parts of a message's content that are text."""
-_MEDIA_COLUMNS = frozenset({"image", "images", "video", "videos", "audio", "audios"})
+_IMAGE_PARTS = frozenset({"image", "image_url", "input_image"})
+"""Types of the parts of a message that are images, as Hugging Face and OpenAI name them."""
+_WHY_UNREAD: Mapping[str, str] = {
+    "image": "and the tokenizer is that of a model that reads text alone, which would learn without it; take a "
+    "vision-language model, or give tokenizer= its processor",
+    "video": "and models here read text and images alone, and would learn without it; give videos as tensors, in "
+    "columns like 'input/pixel_values_videos'",
+    "audio": "and models here read text and images alone, and would learn without it",
+}
+"""Kind of media -> reason why a column of it is not read, and the way out."""
+_MEDIA_COLUMNS = frozenset(name + end for name in _WHY_UNREAD for end in ("", "s"))
 """Columns that hold what a row shows besides its text."""
 _TEXTS_PER_BATCH = 1000
 """Texts per tokenizer call; raising it raises the host memory of the tokenizer's other outputs."""
@@ -59,10 +69,8 @@ def readable_values(
     for name in sorted(_MEDIA_COLUMNS & values.keys() - set(read)):
         if _holds_media(values[name]):
             raise DataError(
-                f"{place}: column {name!r} holds {_described(values[name])}, and the model reads "
-                f"{'text and images' if read else 'text'} alone, so it would learn without it; rename the column if "
-                f"only reward functions or a tabulate() of your own read it; for a model of images, give tokenizer= "
-                f"its processor"
+                f"{place}: column {name!r} holds {described(values[name])}, {_WHY_UNREAD[name.rstrip('s')]}; rename "
+                f"the column if only reward functions or a tabulate() of your own read it"
             )
     return {
         name: plain_messages(value, place) if name in message_columns and is_conversation(value) else value
@@ -99,7 +107,7 @@ def template_input(values: Mapping[str, Any], place: str, defaults: Mapping[str,
     """
     own = _from_json(values.get("chat_template_kwargs"), "chat_template_kwargs", place)
     if own is not None and not isinstance(own, Mapping):
-        raise DataError(f"{place}: its chat_template_kwargs must be a mapping, or JSON of one; got {_described(own)}")
+        raise DataError(f"{place}: its chat_template_kwargs must be a mapping, or JSON of one; got {described(own)}")
     check_template_settings(own or {}, place)
     # Tables hold null for settings that only other rows have.
     given = {name: value for name, value in (own or {}).items() if value is not None}
@@ -162,7 +170,7 @@ def conversation_text(
     if not is_conversation(messages):
         raise DataError(
             f"{place}: expected text or a list of messages with 'role', and 'content' or 'tool_calls'; got "
-            f"{_described(messages)}"
+            f"{described(messages)}"
         )
     if tokenizer.chat_template is None:
         raise DataError(
@@ -271,12 +279,14 @@ def _is_in_parts(message: Message) -> bool:
 
 def _text_of(message: Message, place: str) -> str:
     parts = message["content"] if isinstance(message["content"], list) else [message["content"]]
-    unreadable = sorted({_kind(part) for part in parts if not is_text_part(part)})
+    unreadable = [part for part in parts if not is_text_part(part)]
+    if unreadable and all(map(is_image_part, unreadable)):
+        raise DataError(f"{place}: a message of role {message['role']!r} shows an image, {_WHY_UNREAD['image']}")
     if unreadable:
         raise DataError(
-            f"{place}: the content of a message must be text, or a list of parts like "
-            f'{{"type": "text", "text": "..."}}; one of role {message["role"]!r} holds {", ".join(unreadable)}, which '
-            f"models here cannot read"
+            f"{place}: the content of a message must be text, or a list of texts and images like "
+            f'{{"type": "text", "text": "..."}}; one of role {message["role"]!r} holds '
+            f"{', '.join(sorted(set(map(_kind, unreadable))))}; correct or remove it"
         )
     return "".join(part["text"] for part in parts)
 
@@ -284,6 +294,11 @@ def _text_of(message: Message, place: str) -> str:
 def is_text_part(part: object) -> bool:
     """Return whether a part of a message is text."""
     return isinstance(part, Mapping) and part_type(part) in _TEXT_PARTS and isinstance(part.get("text"), str)
+
+
+def is_image_part(part: object) -> bool:
+    """Return whether a part of a message shows an image."""
+    return isinstance(part, Mapping) and part_type(part) in _IMAGE_PARTS
 
 
 def part_type(part: Mapping[str, Any]) -> str | None:
@@ -294,7 +309,7 @@ def part_type(part: Mapping[str, Any]) -> str | None:
 
 def _kind(part: object) -> str:
     kind = part_type(part) if isinstance(part, Mapping) else None
-    return _described(part) if kind is None or kind in _TEXT_PARTS else repr(kind)
+    return described(part) if kind is None or kind in _TEXT_PARTS else repr(kind)
 
 
 def _holds_media(value: object) -> bool:
@@ -345,7 +360,7 @@ def _tools(tools: object, place: str) -> list[Any] | None:
     """Return the tool schemas of a row; None if there are none."""
     tools = _from_json(tools, "tools", place)
     if tools is not None and not isinstance(tools, list):
-        raise DataError(f"{place}: its tools must be a list of schemas, or JSON of one; got {_described(tools)}")
+        raise DataError(f"{place}: its tools must be a list of schemas, or JSON of one; got {described(tools)}")
     return tools or None
 
 
@@ -358,7 +373,7 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], add_bos:
         if len(texts) > 1:  # one at a time, to name the text that fails
             return [ids for text in texts for ids in _encoded(tokenizer, [text], add_bos)]
         raise DataError(
-            f"{texts[0].place}: {type(tokenizer).__name__} cannot encode {_described(texts[0].text)} ({error}); "
+            f"{texts[0].place}: {type(tokenizer).__name__} cannot encode {described(texts[0].text)} ({error}); "
             f"correct the text or remove the row"
         ) from error
     if not add_bos:
@@ -378,8 +393,3 @@ def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
     whole = tokenizer("a")["input_ids"]
     found = [n for n in range(len(whole) - len(bare) + 1) if bare and whole[n : n + len(bare)] == bare]
     return (whole[: found[0]], len(whole) - len(bare) - found[0]) if found else ([], 0)
-
-
-def _described(value: object) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

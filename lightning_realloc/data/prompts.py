@@ -143,7 +143,7 @@ class PromptDataModule(RowDataModule):
             for prompt, row in zip(given, rows, strict=True)
         ]
         for row, ids in zip(rows, prompt_token_ids(tokenizer, texts), strict=True):
-            if self.fitted(row, len(ids), limit, "shorten it, or set long_prompts to 'truncate' or 'drop'"):
+            if self.fitted(row, len(ids), limit, "long_prompts"):
                 kept.append(row)
                 prompts.append(ids if limit is None else ids[-limit.tokens :])
                 check_whole_images(row, prompts[-1])

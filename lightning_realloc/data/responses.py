@@ -43,7 +43,7 @@ class ResponseDataModule(RowDataModule):
 
     def fits(self, row: Row, num_tokens: int, limit: TokenLimit | None) -> bool:
         """Return whether the row is kept; DataError if it is too long and long rows are refused."""
-        return self.fitted(row, num_tokens, limit, "shorten it, or set long_rows to 'truncate' or 'drop'")
+        return self.fitted(row, num_tokens, limit, "long_rows")
 
     def table_of(
         self, rows: Sequence[Row], tokens: Sequence[TokensOfRow], labels: Sequence[bool] | None = None

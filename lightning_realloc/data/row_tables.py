@@ -13,11 +13,11 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from lightning_realloc.batch.samples import Column, Samples, all_samples
+from lightning_realloc.batch.samples import IMAGES, Column, Samples, all_samples
 from lightning_realloc.data.chat import check_template_settings, template_input
 from lightning_realloc.data.images.processor_of_tokenizer import ProcessorOfTokenizer
 from lightning_realloc.data.images.row_images import IMAGE_COLUMNS, has_images, readable_rows
-from lightning_realloc.data.images.sample_images import ImageProcessor
+from lightning_realloc.data.images.sample_images import ImageProcessor, SampleImages
 from lightning_realloc.data.rows import (
     NoUsableRowsError,
     Row,
@@ -29,7 +29,7 @@ from lightning_realloc.data.rows import (
 )
 from lightning_realloc.data.sources import is_stream
 from lightning_realloc.data.tokenizers import load_tokenizer, tokenizer_in
-from lightning_realloc.errors import DataError, require_choice
+from lightning_realloc.errors import DataError, counted, require_choice
 
 log = logging.getLogger(__name__)
 
@@ -166,8 +166,11 @@ class RowTables(ABC):
                 f"{sorted(first.values)}; {type(self).__name__} needs {', '.join(columns)}, {way_out}"
             )
 
-    def fitted(self, row: Row, num_tokens: int, limit: TokenLimit | None, ways_out: str) -> bool:
+    def fitted(self, row: Row, num_tokens: int, limit: TokenLimit | None, setting: str) -> bool:
         """Return whether the row is kept: it fits, or long rows are truncated.
+
+        Args:
+            setting: Name of the policy for long rows, for error messages.
 
         Raises:
             DataError: for a row that does not fit, with ``long_rows='refuse'``.
@@ -177,7 +180,14 @@ class RowTables(ABC):
         if self.long_rows == "drop":
             log.debug("dropped %s: %d tokens, %s=%d", row.place, num_tokens, limit.source, limit.tokens)
             return False
-        raise DataError(f"{row.place} has {num_tokens} tokens, and {limit.source} allows {limit.tokens}; {ways_out}")
+        images = row.values.get(IMAGES)
+        shown, ways_out = "", f"shorten it, or set {setting} to 'truncate' or 'drop'"
+        if isinstance(images, SampleImages) and images:  # which are never cut
+            shown = f" with those of its {counted(len(images), 'image')}"
+            ways_out = f"show fewer or smaller images, shorten its text, or set {setting} to 'drop'"
+        raise DataError(
+            f"{row.place} has {num_tokens} tokens{shown}, and {limit.source} allows {limit.tokens}; {ways_out}"
+        )
 
     # ---- inside
     def _shaped(self, rows: Sequence[Row], source: RowSource) -> tuple[Row, ...]:

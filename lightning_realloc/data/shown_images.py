@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_realloc.batch.stored_objects import StoredObject
-from lightning_realloc.errors import DataError
+from lightning_realloc.errors import DataError, counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def expanded(text: str, images: Sequence[ShownImage], place: str) -> str:
     first, *rest = text.split(images[0].placeholder)
     if len(rest) != len(images):
         raise DataError(
-            f"{place}: the rendered conversation has {len(rest)} placeholders {images[0].placeholder!r} and "
-            f"{len(images)} images; leave placeholders to the chat template, and write none in texts"
+            f"{place}: the rendered conversation holds {images[0].placeholder!r} {counted(len(rest), 'time')}, for "
+            f"{counted(len(images), 'image')}; leave placeholders to the chat template, and write none in texts"
         )
     return first + "".join(image.expansion + after for image, after in zip(images, rest, strict=True))

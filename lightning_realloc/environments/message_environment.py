@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from lightning_realloc.data.chat import Message as Message
-from lightning_realloc.data.chat import is_conversation, plain_messages
+from lightning_realloc.data.chat import is_conversation, is_image_part, plain_messages
 from lightning_realloc.data.images.image_files import ImageFile
-from lightning_realloc.data.images.row_images import has_images, is_image_part, with_images, with_placed_images
+from lightning_realloc.data.images.row_images import has_images, with_images, with_placed_images
 from lightning_realloc.data.images.sample_images import ImageProcessor
 from lightning_realloc.environments.partner import Partner, Partners
 from lightning_realloc.environments.tools.tool import Tool
-from lightning_realloc.errors import ConfigError, DataError, GenerationError, RewardError
+from lightning_realloc.errors import ConfigError, DataError, GenerationError, RewardError, described
 from lightning_realloc.rewards.invoke import MAX_REWARD, finite_number
 
 MAX_MESSAGE_CHARACTERS = 1_000_000
@@ -69,7 +69,7 @@ class StepResult:
     def shown_messages(self) -> Sequence[Message]:
         """The messages, with each of ``images`` in the part that shows it."""
         if not isinstance(self.images, list | tuple):
-            raise ConfigError(f"StepResult(images=...) is a list of images; got a {type(self.images).__name__}")
+            raise ConfigError(f"StepResult(images=...) is a list of images; got {described(self.images)}")
         try:
             return with_placed_images(self.messages, self.images, "StepResult(images=...)")
         except DataError as error:

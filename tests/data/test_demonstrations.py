@@ -299,11 +299,11 @@ def test_rows_with_errors_are_left_out_and_counted_on_request(streams: bool) -> 
 
     with (
         pytest.warns(UserWarning, match=r"left out 1 of \d+ rows; the first error: row 2 of .* a conversation needs"),
-        pytest.warns(UserWarning, match=r"left out 1 of \d+ rows; the first error: row 6 of .* 'image', which models"),
+        pytest.warns(UserWarning, match=r"left out 1 of \d+ rows; the first error: row 6 of .* shows an image, and"),
     ):
         kept = batches(rows, bad_rows="drop")
     assert [prompt for prompt, _ in kept] == [f"u:{n}<eos>\na:" for n in range(7)]
-    with pytest.raises(DataError, match=r"row 6 of .* holds 'image'"):
+    with pytest.raises(DataError, match=r"row 6 of .* shows an image"):
         batches(rows)
     unusable = r"none of \d rows can be used; the first error: row 0 of .* a conversation needs"
     with pytest.raises(DataError, match=unusable), pytest.warns(UserWarning, match=r"left out \d of \d rows"):

@@ -44,14 +44,14 @@ def test_results_hold_messages_a_reward_and_metrics() -> None:
         ({"messages": [{"role": "user", "content": 5}]}, "text, or a list of .*; one of role 'user' holds 5; describe"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            "1 parts of type 'image' .* there are 0 images",
+            "1 part of type 'image' .* for 0 images",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
             "and images; .* holds .*audio.*; describe it",
         ),
-        ({"images": "ball.png"}, r"StepResult\(images=\.\.\.\) is a list of images; got a str"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}], "images": [b"", b""]}, "there are 2 images"),
+        ({"images": "ball.png"}, r"StepResult\(images=\.\.\.\) is a list of images; got str 'ball.png'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}], "images": [b"", b""]}, "for 2 images"),
         ({"reward": torch.ones(2)}, r"must be a finite number \(of at most 1e\+18\), or None"),
         ({"done": 1}, r"StepResult\(done=\.\.\.\) is True or False; got 1"),
         ({"reward": math.nan}, r"StepResult\(reward=\.\.\.\) must be a finite number .*, or None .* got nan"),

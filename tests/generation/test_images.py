@@ -150,5 +150,5 @@ def test_tokens_that_stand_for_images_are_not_drawn() -> None:
 @torch.no_grad()
 def test_a_prompt_with_more_images_than_runs_of_their_tokens_is_refused() -> None:
     tokens, extras = prompt_with_images("qwen2_5_vl", (1, 2))
-    with pytest.raises(DataError, match="1 runs of image tokens and 2 images"):
+    with pytest.raises(DataError, match="1 run of image tokens and 2 images"):
         GenerationEngine(tiny_vision_model("qwen2_5_vl")).generate([ModelInput((*tokens[:9], 8), extras)])

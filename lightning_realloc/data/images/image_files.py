@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import unquote, urlsplit
 
 from lightning_realloc.batch.stored_objects import StoredObject
-from lightning_realloc.errors import DataError
+from lightning_realloc.errors import DataError, described
 from lightning_realloc.remote_path import expand_home
 
 if TYPE_CHECKING:
@@ -182,8 +182,8 @@ def _located(value: object, place: str, folder: Path | None) -> tuple[Any, int |
     if is_pillow_image(value) or callable(value):
         return value, None
     raise DataError(
-        f"{place}: an image is a path, bytes, an image of Pillow or a mapping with 'bytes' or 'path'; got a "
-        f"{type(value).__name__}"
+        f"{place}: an image is a path, bytes, an image of Pillow or a mapping with 'bytes' or 'path'; got "
+        f"{described(value)}; correct it"
     )
 
 
@@ -204,11 +204,11 @@ def _addressed(value: str, place: str) -> Path | bytes:
         try:
             return base64.b64decode(value.partition(",")[2], validate=True)
         except (binascii.Error, ValueError) as error:
-            raise DataError(f"{place}: the image's data: address is not base64: {error}") from error
-    if kind in ("http", "https"):
+            raise DataError(f"{place}: the image's data: address is not base64: {error}; encode it again") from error
+    if kind != "file" and value[len(kind) :].startswith("://"):
         raise DataError(
-            f"{place}: the image {value[:80]} is on the web, and every rank would load it; download images before the "
-            f"run, and name their files"
+            f"{place}: the image {value[:80]} is on another machine, and every rank would load it; download images "
+            f"before the run, and name their files"
         )
     return expand_home(Path(unquote(urlsplit(value).path) if kind == "file" else value))
 
@@ -265,7 +265,7 @@ def _check_header(image: Image, source: object, place: str) -> None:
     frames = getattr(image, "n_frames", 1)
     if frames > 1 and image.format != "MPO":  # of a camera: one picture, and previews
         raise DataError(
-            f"{place}: {_name(source)} is animated and has {frames} frames; give one frame, or each as an image"
+            f"{place}: {_name(source)} has {frames} frames or pages; give one, or each as an image of its own"
         )
     mode = image.mode if image.mode not in _MODES else _wide_mode(image)
     if mode is not None:

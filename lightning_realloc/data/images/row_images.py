@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from lightning_realloc.batch.samples import IMAGES
-from lightning_realloc.data.chat import Message, is_conversation, is_text_part, part_type, readable_values
+from lightning_realloc.data.chat import Message, is_conversation, is_image_part, is_text_part, readable_values
 from lightning_realloc.data.images.image_files import ImageFile
 from lightning_realloc.data.images.sample_images import ImageProcessor, SampleImages
 from lightning_realloc.data.rows import Row
 from lightning_realloc.data.shown_images import ShownImage
-from lightning_realloc.errors import DataError
+from lightning_realloc.errors import DataError, counted
 
 IMAGE_COLUMNS = ("image", "images")
 """Columns with the images of a row; TRL has the same."""
-_IMAGE_PARTS = frozenset({"image", "image_url", "input_image"})
-"""Types of the parts of a message that are images, as Hugging Face and OpenAI name them."""
 _WAY_OUT = (
     "correct it, or give check_pixels=True, which finds such images at the start, with bad_rows='drop', which leaves "
     "their rows out"
@@ -160,11 +158,6 @@ def with_placed_images(messages: Sequence[Message], images: Sequence[Any], place
     return [_filled(message, left) for message in opened]
 
 
-def is_image_part(part: object) -> bool:
-    """Return whether a part of a message shows an image."""
-    return isinstance(part, Mapping) and part_type(part) in _IMAGE_PARTS
-
-
 def check_whole_images(row: Row, ids: Sequence[int]) -> None:
     """Raise DataError if the tokens of a row do not show its images whole, such as after a cut."""
     images = row.values.get(IMAGES)
@@ -173,13 +166,14 @@ def check_whole_images(row: Row, ids: Sequence[int]) -> None:
     expected, found = images.placeholders.num_tokens if images else 0, list(ids).count(images.processor.token_id)
     if found > expected:
         raise DataError(
-            f"{row.place}: its text holds placeholders of images besides those of its {len(images)} images; leave them "
-            f"to the chat template, and write none in texts"
+            f"{row.place}: its text holds placeholders of images besides those of its {counted(len(images), 'image')}; "
+            f"leave them to the chat template, and write none in texts"
         )
     if found < expected:
         raise DataError(
-            f"{row.place}: its tokens show {found} of {expected} parts of its {len(images)} images; rows with images "
-            f"are not cut to fewer tokens, so drop long rows, and messages after the last answer are not read"
+            f"{row.place}: its tokens show {found} of {counted(expected, 'part')} of its "
+            f"{counted(len(images), 'image')}; rows with images are not cut to fewer tokens, so drop long rows, and "
+            f"messages after the last answer are not read"
         )
 
 
@@ -261,8 +255,8 @@ def _check_number(named: Sequence[Any], listed: Sequence[Any], place: str) -> No
     num_open = sum(value is None for value in named)
     if num_open != len(listed):
         raise DataError(
-            f"{place}: its messages have {num_open} parts of type 'image' without an image, and there are "
-            f"{len(listed)} images; write a part for each, or none at all to show them before the first text"
+            f"{place}: its messages have {counted(num_open, 'part')} of type 'image' without an image, for "
+            f"{counted(len(listed), 'image')}; write a part for each, or none at all to show them before the first text"
         )
 
 

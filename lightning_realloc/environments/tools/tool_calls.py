@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_realloc.data.chat import Message
+from lightning_realloc.data.chat import Message, is_image_part
 from lightning_realloc.data.images.image_files import is_pillow_image
-from lightning_realloc.data.images.row_images import is_image_part
 from lightning_realloc.environments.tools.arguments import CallError, arguments_of
 from lightning_realloc.environments.tools.tool import Tool
 from lightning_realloc.generation.loop.asking import call, stopwatch, time_limit

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from lightning_realloc.batch.model_input import ModelInput
-from lightning_realloc.errors import DataError
+from lightning_realloc.errors import DataError, counted
 
 _KINDS = (("image", 1, "image_grid_thw"), ("video", 2, "video_grid_thw"))
 """What a placeholder stands for, its number among transformers' types of tokens, and the input with its grids."""
@@ -54,7 +54,8 @@ def image_positions(model: nn.Module, token_ids: Sequence[int], extras: Mapping[
         expected, found = len(grids.get(name, ())), _num_runs(types[0] == number)
         if name == "image_grid_thw" and expected != found:
             raise DataError(
-                f"a prompt has {found} runs of {kind} tokens and {expected} {kind}s; the processor of the model writes "
+                f"a prompt has {counted(found, 'run')} of {kind} tokens and {counted(expected, kind)}; "
+                f"the processor of the model writes "
                 f"one run for each, from one placeholder in the text"
             )
     taken = inspect.signature(base.get_rope_index).parameters

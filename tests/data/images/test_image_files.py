@@ -67,7 +67,11 @@ def test_an_image_is_upright_and_rgb_as_transformers_loads_it(tmp_path: Path) ->
         (b"not an image", "row 3: its image is not an image that Pillow reads"),
         (encoded(noise(), "JPEG")[:-400], "row 3: its image is cut off: its JPEG data has no end"),
         (encoded(noise())[:-100], "row 3: its image is cut off: its PNG data has no end"),
-        (encoded(noise(), "GIF", save_all=True, append_images=[noise(41)]), "row 3: its image is animated and has 2"),
+        (
+            encoded(noise(), "GIF", save_all=True, append_images=[noise(41)]),
+            "row 3: its image has 2 frames or pages; give one",
+        ),
+        (encoded(noise(), "TIFF", save_all=True, append_images=[noise(41)]), "row 3: its image has 2 frames or pages"),
         (Image.new("I;16", (4, 4)), r"row 3: its image has pixels of more than eight bits .*'I;16'"),
         (deep_png(), r"row 3: its image has pixels of more than eight bits .*'RGB;16B'"),
         (
@@ -76,10 +80,11 @@ def test_an_image_is_upright_and_rgb_as_transformers_loads_it(tmp_path: Path) ->
         ),
         ("a/" * 3000, r"there is no image '(a/){20}\.\.\.', of 5,999 characters; .* text as 'data:image/png;base64,"),
         ("missing.png", "row 3: there is no image 'missing.png' in "),
-        ("https://example.org/a.png", "row 3: the image https://example.org/a.png is on the web.*download"),
+        ("https://example.org/a.png", "row 3: the image https://example.org/a.png is on another machine.*download"),
+        ("s3://bucket/a.png", "row 3: the image s3://bucket/a.png is on another machine"),
         ("data:image/png;base64,!", "row 3: the image's data: address is not base64"),
         ({"height": 3}, "row 3: an image that is a mapping needs 'bytes' or 'path'; it has height"),
-        (7, "row 3: an image is a path, bytes, an image of Pillow or a mapping.* got a int"),
+        (7, "row 3: an image is a path, bytes, an image of Pillow or a mapping.* got int 7; correct it"),
     ],
 )
 def test_an_image_that_cannot_be_used_is_named_with_its_row(value: object, message: str) -> None:
@@ -162,13 +167,13 @@ TEXT, SHOWN = {"type": "text", "text": "what?"}, {"type": "image"}
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": user(SHOWN, SHOWN, TEXT), "images": [noise()]}, "messages have 2 parts .* there are 1 images"),
-        ({"prompt": user(SHOWN, TEXT), "images": [noise()] * 2}, "messages have 1 parts .* there are 2 images"),
-        ({"prompt": user(SHOWN, TEXT), "images": []}, "messages have 1 parts .* there are 0 images"),
+        ({"prompt": user(SHOWN, SHOWN, TEXT), "images": [noise()]}, "messages have 2 parts .* for 1 image;"),
+        ({"prompt": user(SHOWN, TEXT), "images": [noise()] * 2}, "messages have 1 part .* for 2 images;"),
+        ({"prompt": user(SHOWN, TEXT), "images": []}, "messages have 1 part .* for 0 images;"),
         ({"prompt": "what <image>?", "images": []}, "text holds placeholders of images besides those of its 0 images"),
         (
             {"prompt": user({"type": "text", "text": "<image>"}), "images": [noise()]},
-            "has 2 placeholders '<image>' and",
+            "holds '<image>' 2 times, for 1 image;",
         ),
         ({"prompt": user(TEXT, {"type": "audio"}), "images": [noise()]}, "role 'user' holds 'audio' beside images"),
         ({"prompt": [{"role": "system", "content": "a"}], "images": [noise()]}, "no message of the user that could"),
@@ -210,7 +215,7 @@ def test_all_rows_with_bad_images_are_named_up_to_a_bound() -> None:
 
 def test_images_for_a_model_of_text_are_refused() -> None:
     with pytest.raises(
-        DataError, match=r"column 'image' holds .* the model reads text alone.* for a model of images, give tok"
+        DataError, match=r"column 'image' holds .* a model that reads text alone.* give tokenizer= its processor"
     ):
         prompts([{"prompt": "what?", "image": noise()}], tokenizer=byte_tokenizer())
 
@@ -219,7 +224,9 @@ def test_prompts_too_long_with_their_images_are_left_out() -> None:
     rows = [{"prompt": "what?", "images": [noise()]}, {"prompt": "what?", "images": [noise()] * 9}]
 
     assert len(prompts(rows, max_prompt_tokens=60, long_prompts="drop").tables["train"]) == 1
-    with pytest.raises(DataError, match="row 1 of the data set has 63 tokens, and max_prompt_tokens allows 60"):
+    with pytest.raises(
+        DataError, match=r"row 1 .* has 63 tokens with those of its 9 images, and .* allows 60; show .* 'drop'"
+    ):
         prompts(rows, max_prompt_tokens=60)
 
 

@@ -191,7 +191,7 @@ def test_sft_and_preferences_show_images_in_front_of_their_answers() -> None:
 def test_a_cut_prompt_never_cuts_an_image_apart() -> None:
     rows = [{"prompt": user({"type": "image"}, "what is this?"), "image": drawn(0)}]
 
-    with pytest.raises(DataError, match=r"row 0 .*show 3 of 4 parts of its 1 images.*drop long rows"):
+    with pytest.raises(DataError, match=r"row 0 .*show 3 of 4 parts of its 1 image;.*drop long rows"):
         prompts(rows, max_prompt_tokens=30, long_prompts="truncate")
 
 
