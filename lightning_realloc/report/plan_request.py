@@ -238,7 +238,7 @@ def _assumed_lengths(run: RunFile, given: Any, flags: Any) -> Iterator[str]:
     if names:
         assumed = " and ".join(f"--{name.replace('_', '-')} {flags[name]}" for name in names)
         setting = "max_tokens" if "response_length" in names else "max_prompt_tokens"
-        yield f"{assumed}: assumed, since data.init_args has no {setting} and no data are read."
+        yield f"{assumed}: assumed, since data.init_args has no {setting} and no texts are read."
 
 
 def _refuse_too_many(cluster: ClusterSpec | None, sweep: Sequence[int]) -> None:
