@@ -259,9 +259,7 @@ def prompt_images(samples: Samples) -> list[PromptImages | None]:
     """Return the images of each sample's prompt, those of an environment in place of the data's; None for no images."""
     column = samples.data.get(IMAGES, (None,) * len(samples))
     of_data = [images if isinstance(images, PromptImages) and images else None for images in column]
-    if PROMPT_IMAGES not in samples:
-        return of_data
-    return [own or images for own, images in zip(_stored(samples.ragged(PROMPT_IMAGES)), of_data, strict=True)]
+    return [own or images for own, images in zip(column_images(samples, PROMPT_IMAGES), of_data, strict=True)]
 
 
 def images_in_order(samples: Samples) -> list[list[PromptImages]]:
@@ -305,8 +303,13 @@ def answer_inputs(samples: Samples) -> list[tuple[AnswerInput, ...]]:
 
 
 def image_column(images: Iterable[PromptImages | None]) -> Ragged:
-    """Return the images that B environments show in prompts as ragged uint8; no bytes for the data's."""
+    """Return the images that B environments show as ragged uint8; no bytes for none."""
     return _stored_column(images)
+
+
+def column_images(samples: Samples, name: str) -> list[PromptImages | None]:
+    """Return the images in a column of `image_column`; None for no images, and without the column."""
+    return _stored(samples.ragged(name)) if name in samples else [None] * len(samples)
 
 
 def _plain_answer(one: AnswerInput) -> dict[str, Any]:

@@ -12,12 +12,12 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_realloc.batch.json_column import json_values
-from lightning_realloc.batch.samples import IMAGES, Samples, answer_inputs, prompt_images
+from lightning_realloc.batch.samples import IMAGES, Samples, answer_inputs, column_images, prompt_images
 from lightning_realloc.callbacks.loggers.logged_table import Row, Table
 from lightning_realloc.callbacks.loggers.sample_thumbnails import row_images
 from lightning_realloc.callbacks.loggers.writers import WRITERS, LoggerOutput, logger_writer
 from lightning_realloc.callbacks.run_view import run_view
-from lightning_realloc.environments.columns import CONVERSATION
+from lightning_realloc.environments.columns import CONVERSATION, LAST_IMAGES
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.remote_output import require_writable
 from lightning_realloc.remote_path import as_path
@@ -124,12 +124,10 @@ class RolloutTable(Callback):
 def _shown_images(samples: Samples) -> list[list[object]]:
     """Return the images of each sample's prompt, and of each answer of its environment that shows some."""
     of_data = samples.data.get(IMAGES, (None,) * len(samples))
-    shown = (own or images for own, images in zip(prompt_images(samples), of_data, strict=True))
-    of_prompts = [[] if images is None else [images] for images in shown]
-    return [
-        [*of_prompt, *(one.input.images for one in answers if one.input.images is not None)]
-        for of_prompt, answers in zip(of_prompts, answer_inputs(samples), strict=True)
-    ]
+    last = column_images(samples, LAST_IMAGES)
+    given = zip(prompt_images(samples), of_data, answer_inputs(samples), last, strict=True)
+    shown = ([own or images, *(one.input.images for one in answers), end] for own, images, answers, end in given)
+    return [[images for images in row if images is not None] for row in shown]
 
 
 def _conversations(samples: Samples) -> Sequence[Row]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,20 @@ def shown_images(messages: Sequence[Mapping[str, Any]]) -> list[ShownImage]:
     parts = (part for content in contents if isinstance(content, list) for part in content)
     found = (part.get("image") for part in parts if isinstance(part, Mapping))
     return [image for image in found if isinstance(image, ShownImage)]
+
+
+def with_changed_parts(
+    messages: Sequence[Mapping[str, Any]], change: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Return messages with another part in place of each one of their contents."""
+
+    def changed(message: Mapping[str, Any]) -> Mapping[str, Any]:
+        content = message.get("content")
+        if not isinstance(content, list):
+            return message
+        return {**message, "content": [change(part) if isinstance(part, Mapping) else part for part in content]}
+
+    return list(map(changed, messages))
 
 
 def template_part(part: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -126,6 +126,11 @@ class Episode:
         return None if found == self.row.get(IMAGES) else found
 
     @property
+    def last_images(self) -> SampleImages | None:
+        """Images of the answer that ended the episode; None: no images."""
+        return shown_files(self.turns[-1].result.messages, self.options.find_processor) if self.is_done else None
+
+    @property
     def is_done(self) -> bool:
         """Whether the environment has ended the episode."""
         return bool(self.turns) and self.turns[-1].result.done

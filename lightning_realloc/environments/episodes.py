@@ -31,6 +31,7 @@ from lightning_realloc.data.chat import Message, as_message
 from lightning_realloc.environments.columns import (
     CONVERSATION,
     FUNCTIONS,
+    LAST_IMAGES,
     NUM_CALLS,
     OWN_METRICS,
     REWARDS,
@@ -185,6 +186,7 @@ class Episodes:
             SECONDS: torch.tensor([sum(episode.seconds) for episode in episodes], dtype=torch.float32),
             NUM_CALLS: torch.tensor([episode.num_calls for episode in episodes], dtype=torch.int64),
             PROMPT_IMAGES: image_column(episode.images for episode in episodes),
+            LAST_IMAGES: image_column(episode.last_images for episode in episodes),
             CONVERSATION: json_column(map(_described, episodes, talks, metrics, errors)),
             **of_tools,
             **own,

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import TrainerState
 
 from lightning_realloc.data.chat import Message, answer_message, is_conversation, partial_answer
+from lightning_realloc.data.images.row_images import PillowImages
 from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards.failure_rule import GIVE_UP_AFTER, Failed, FailureRule, Outcome
 from lightning_realloc.rewards.invoke import MAX_REWARD, call_reward, call_reward_async, finite_number, masks_failures
@@ -245,10 +246,11 @@ class RewardFunctions:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[object]],
     ) -> dict[str, Any]:
+        images = PillowImages()
         return {
             **{name: list(values) for name, values in columns.items()},
-            "prompts": [_without_partial_answer(prompt) for prompt in prompts],
-            "completions": list(map(_completion, prompts, completions)),
+            "prompts": [images.put_in(_without_partial_answer(prompt)) for prompt in prompts],
+            "completions": list(map(images.put_in, map(_completion, prompts, completions))),
             "completion_ids": [list(ids) for ids in completion_ids],
             "trainer_state": self.trainer_state(),
             "log_extra": _do_nothing,

@@ -16,13 +16,14 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from urllib.parse import parse_qsl, quote, quote_plus, unquote, urlsplit
 
 import aiohttp
 
 from lightning_realloc.batch.prompt_images import PromptImages
-from lightning_realloc.batch.stored_objects import StoredObject
+from lightning_realloc.batch.samples import IMAGES
+from lightning_realloc.data.images.image_files import is_pillow_image
 from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards.failure_rule import GIVE_UP_AFTER, Failed, FailureRule, OnFailure, Outcome
 from lightning_realloc.rewards.invoke import finite_number
@@ -43,7 +44,7 @@ class RemoteReward:
     Args:
         url: Address of the server, ``http://`` or ``https://``.
         name: Name in metrics and messages.
-        columns: Columns of the data to send; None sends all.
+        columns: Columns of the data to send; None sends all. Without ``images``, messages are sent without theirs.
         batch_size: Completions per request; they fail together.
         concurrency: Maximum number of concurrent requests, on every rank that computes rewards.
         timeout_s: Seconds for one request, including the connection.
@@ -151,12 +152,24 @@ class RemoteReward:
         chosen = {name: list(values[rows]) for name, values in columns.items()}
         content = {"prompts": list(prompts[rows]), "completions": list(completions[rows]), "columns": chosen}
         try:
-            return json.dumps(content, allow_nan=False, default=_for_json).encode(), len(content["completions"])
+            return json.dumps(content, allow_nan=False, default=self._for_json).encode(), len(content["completions"])
         except (TypeError, ValueError) as error:
             raise RewardError(
                 f"{self.__name__}: JSON cannot represent the request ({error}); the columns are {sorted(columns)}, "
                 f"list those to send in columns="
             ) from error
+
+    def _for_json(self, value: object) -> object:
+        """Return images as ``data:`` addresses, or those of messages as null if the column of images is not sent."""
+        if isinstance(value, PromptImages):
+            return value.addresses()
+        if not is_pillow_image(value):
+            raise TypeError(f"{type(value).__name__} is not JSON")
+        if self.columns is not None and IMAGES not in self.columns:
+            return None
+        from lightning_realloc.data.images.lazy_images import image_address  # needs Pillow, which text does without
+
+        return image_address(cast("Any", value))
 
     # ---- requests
     def _session(self) -> aiohttp.ClientSession:
@@ -254,15 +267,6 @@ class RemoteReward:
         for form in sorted(forms - {""}, key=len, reverse=True):
             text = text.replace(form, HIDDEN)
         return text
-
-
-def _for_json(value: object) -> object:
-    """Return the images of a sample as ``data:`` addresses; in messages, their names."""
-    if isinstance(value, PromptImages):
-        return value.addresses()
-    if isinstance(value, StoredObject):
-        return str(value)
-    raise TypeError(f"{type(value).__name__} is not JSON")
 
 
 class _AnswerTooLong(Exception):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from io import BytesIO
 from itertools import groupby
 from pathlib import Path
@@ -15,11 +17,12 @@ from torch import Tensor
 from transformers import ProcessorMixin
 
 from lightning_realloc import Conversation, MessageEnvironment, PromptDataModule, SamplingParams, StepResult
-from lightning_realloc.algorithms.base.rollout_columns import rollout_of
+from lightning_realloc.algorithms.base.rollout_columns import judged_responses, rollout_of
 from lightning_realloc.algorithms.rollout.dialogues import EpisodeDialogue
 from lightning_realloc.batch.model_input import joined_inputs
 from lightning_realloc.batch.packing import pack
 from lightning_realloc.batch.samples import Samples, answer_inputs, model_inputs
+from lightning_realloc.data.images.image_files import ImageFile
 from lightning_realloc.data.images.sample_images import ImageProcessor
 from lightning_realloc.environments import ToolEnvironment
 from lightning_realloc.environments.environment_factory import EnvironmentFactory
@@ -27,6 +30,7 @@ from lightning_realloc.environments.episode_options import EpisodeOptions
 from lightning_realloc.environments.episodes import Episodes
 from lightning_realloc.environments.turns.turn_parser import TurnParser
 from lightning_realloc.generation import Completion, GenerationEngine
+from lightning_realloc.rewards import RewardFunctions
 from lightning_realloc.runtime.messages.plain_data import decode_value, encode_value
 from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
 from tests.data.images.test_rows import drawn, table, user
@@ -57,7 +61,9 @@ class Drawing(MessageEnvironment):
         return StepResult(user(*[SHOWN] * len(images), "go"), images=images)
 
 
-def play(family: str, environment: Any, *, text_model: bool = False) -> tuple[Samples, list[Completion]]:
+def play(
+    family: str, environment: Any, functions: RewardFunctions | None = None, *, text_model: bool = False
+) -> tuple[Samples, list[Completion]]:
     """Return two conversations for each row with a tiny model, as training gets them, and as the engine made them."""
     processor = tiny_processor(family)
     rows = table(PromptDataModule(ROWS, batch_size=1, tokenizer=processor))
@@ -68,7 +74,7 @@ def play(family: str, environment: Any, *, text_model: bool = False) -> tuple[Sa
         find_processor=lambda: None if text_model else ImageProcessor(processor),
     )  # fmt: skip
     engine = GenerationEngine(tiny_vision_model(family, max_position_embeddings=512), tokenizer=tokenizer)
-    dialogue = EpisodeDialogue(Episodes(options), options.bounds, engine)
+    dialogue = EpisodeDialogue(Episodes(options), options.bounds, engine, functions)
     sampling = SamplingParams(max_new_tokens=400, n=2, seed=5)
     samples = rows.with_columns(prompt_id=rows.ids).repeat(2)
     inputs, params = dialogue.begin(rows, samples, sampling)
@@ -154,6 +160,51 @@ def test_a_reset_may_show_images(family: str, monkeypatch: pytest.MonkeyPatch) -
 
     assert [one.answers != () and one.finish_reason != "failure" for one in made] == [True] * 4
     check_against_transformers(family, model, rollout)
+
+
+class Ending(Showing):
+    """Ends with the second turn, in front of two images."""
+
+    def step(self, message: Mapping[str, Any]) -> StepResult:
+        """End with the second step."""
+        return replace(super().step(message), done=self.number == 2)
+
+
+def shown_in(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return the images in the parts of messages."""
+    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+    return [part["image"] for part in parts if part["type"] == "image"]
+
+
+def test_rewards_read_images_of_answers_as_images_of_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[list[Any], list[Any]]] = []
+
+    def beside(prompts: list[Any], completions: list[Any], environments: list[Any]) -> list[float]:
+        seen.extend((shown_in(prompt), shown_in(talk)) for prompt, talk in zip(prompts, completions, strict=True))
+        return [1.0] * len(prompts)
+
+    def elsewhere(prompts: list[Any], completions: list[Any]) -> list[float]:
+        return beside(prompts, completions, [])
+
+    functions = RewardFunctions([beside, elsewhere])
+    processor: Any = tiny_processor("llava")
+    rollout, _ = play("llava", Ending, functions)
+    opened: list[int] = []
+    open_image = ImageFile.open
+    monkeypatch.setattr(ImageFile, "open", lambda file: opened.append(file.key) or open_image(file))
+
+    rewards = judged_responses(functions, rollout.select([2, 0, 3, 1]), processor.tokenizer)
+
+    functions.close()
+    assert rewards.total.tolist() == [2.0] * 4
+    sent = pickle.loads(pickle.dumps(seen))
+    assert opened == [], "neither here nor for other processes"
+    expected = [([drawn(4)], [drawn(1), drawn(2), drawn(0)]), ([drawn(3), drawn(4)], [drawn(1), drawn(2), drawn(0)])]
+    for (of_prompt, answered), received, row in zip(seen, sent, [0, 0, 1, 1, 1, 0, 1, 0], strict=True):
+        assert all(isinstance(image, Image.Image) for image in (*of_prompt, *answered))
+        assert (of_prompt, answered) == expected[row] == received
+    answered[0].thumbnail((4, 4))
+    assert pickle.loads(pickle.dumps(answered))[0].size == (4, 2), "what a function changed"
 
 
 def test_answers_with_images_travel_between_ranks_as_bytes(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from lightning_realloc.environments.columns import (
     OWN_METRICS,
     SECONDS,
     TOOL_METRICS,
+    conversations,
 )
 from lightning_realloc.environments.message_environment import MessageEnvironment
 from lightning_realloc.environments.transcript import transcript
@@ -293,7 +294,7 @@ def judged_responses(
     prompts: Sequence[object]
     texts: Sequence[str | list[Message]]
     if CONVERSATION in samples:
-        talks = json_values(samples.ragged(CONVERSATION))
+        talks = conversations(samples)
         prompts, texts = [talk["prompt"] for talk in talks], [talk["messages"] for talk in talks]
     else:
         prompts, texts = samples.objects("prompt"), response_texts(samples, tokenizer, ends=ends)

@@ -161,6 +161,9 @@ class ImageFile(StoredObject):
         source = state["source"]
         return cls(**{**state, "source": Path(source) if isinstance(source, str) else source})
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ImageFile.from_state, (self.state(),)  # not the table that holds it
+
     def __str__(self) -> str:
         """Return the same text on every rank: of bytes, size and key."""
         name = self.source if isinstance(self.source, Path) else f"image {self.key:016x}"

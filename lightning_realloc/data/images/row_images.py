@@ -12,7 +12,7 @@ from lightning_realloc.data.chat import Message, is_conversation, is_image_part,
 from lightning_realloc.data.images.image_files import ImageFile
 from lightning_realloc.data.images.sample_images import ImageProcessor, SampleImages
 from lightning_realloc.data.rows import Row
-from lightning_realloc.data.shown_images import ShownImage
+from lightning_realloc.data.shown_images import ShownImage, with_changed_parts
 from lightning_realloc.errors import DataError, counted
 
 IMAGE_COLUMNS = ("image", "images")
@@ -175,6 +175,28 @@ def check_whole_images(row: Row, ids: Sequence[int]) -> None:
             f"{counted(len(images), 'image')}; rows with images are not cut to fewer tokens, so drop long rows, and "
             f"messages after the last answer are not read"
         )
+
+
+class PillowImages:
+    """Images of Pillow for the messages of a batch, decoded when they are used; repeated prompts share theirs."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, object] = {}
+
+    def put_in(self, conversation: Any) -> Any:
+        """Return messages with images of Pillow in their parts; text as it is."""
+        return with_changed_parts(conversation, self._changed) if is_conversation(conversation) else conversation
+
+    def _changed(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
+        shown = part.get("image")
+        file = shown.file if isinstance(shown, ShownImage) else shown
+        if not isinstance(file, ImageFile):
+            return part
+        if id(file) not in self._known:
+            from lightning_realloc.data.images.lazy_images import LazyImage  # needs Pillow, which text does without
+
+            self._known[id(file)] = LazyImage(file)
+        return {**part, "image": self._known[id(file)]}
 
 
 # ---- prompts

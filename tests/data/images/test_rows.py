@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from lightning_realloc.batch.samples import Samples, model_inputs
 from lightning_realloc.data.data_module import RowDataModule
 from lightning_realloc.data.images import sample_images
 from lightning_realloc.data.images.image_files import ImageFile
+from lightning_realloc.data.images.row_images import PillowImages
 from lightning_realloc.errors import DataError
+from lightning_realloc.rewards import RemoteReward
 from tests.vision_processors import PROCESSED_FAMILIES, tiny_processor
 
 SIZES = ((16, 16), (40, 24), (18, 60))
@@ -202,7 +205,13 @@ def test_images_reach_other_processes_and_servers_as_images() -> None:
     assert again == images
     assert np.array_equal(np.asarray(again[0]), np.asarray(drawn(1)))
     assert torch.equal(again.inputs["pixel_values"], images.inputs["pixel_values"])
+    given: list[Any] = PillowImages().put_in(user({"type": "image", "image": ImageFile.read(drawn(1), "row 0")}))
+    content = {"prompts": [given], "completions": [given], "columns": {"images": [images]}}
+    everything, text = (RemoteReward("http://localhost", columns=names) for names in (None, ["answer"]))
+    sent = [json.loads(reward._body(*content.values(), slice(1))[0]) for reward in (everything, text)]
     (address,) = images.addresses()
+    assert [body["completions"][0][0]["content"][0]["image"] for body in sent] == [address, None]
+    assert sent[0]["columns"]["images"] == [[address]]
     assert np.array_equal(np.asarray(ImageFile.read(address, "row 0").open()), np.asarray(drawn(1)))
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from PIL import Image
@@ -27,6 +28,7 @@ from lightning_realloc import (
 from lightning_realloc.report.runs.conversations import read_conversations
 from lightning_realloc.strategies import ReallocStrategy
 from tests.data.images.test_rows import user
+from tests.environments.test_images import shown_in
 from tests.generation.random_moves import at_random, moving
 from tests.matrices import matrix
 from tests.strategies import runs
@@ -63,6 +65,12 @@ class Drawing(MessageEnvironment):
         return StepResult([{"role": "user", "content": "c"}], images=[image], reward=float(wide) + 0.1 * len(text))
 
 
+def brightness(prompts: list[Any], completions: list[Any]) -> list[float]:
+    """Reward bright images in prompts and answers."""
+    shown = ([*shown_in(prompt), *shown_in(talk)] for prompt, talk in zip(prompts, completions, strict=True))
+    return [sum(float(np.asarray(image).mean()) for image in images) / 255 for images in shown]
+
+
 def _train(
     family: str, plan: Any, world_size: int, *, steps: int = 2, moves: bool = False,
     **options: Any,
@@ -72,6 +80,7 @@ def _train(
         tiny_vision_model(family, max_position_embeddings=256),
         reference=tiny_vision_model(family, seed=1, max_position_embeddings=256), environment=Drawing,
         conversation=BOUNDS, sampling=SAMPLING, optimizer=partial(SGD, lr=0.5), tokenizer=tiny_processor(family),
+        reward=brightness,
         generation=GenerationOptions(sample_reallocation="all" if moves else False),
     )  # fmt: skip
     callbacks = [record := runs.Record(), moved := Moved(), *options.get("callbacks", ())]
