@@ -251,7 +251,7 @@ class PPO(SurrogateModule):
         return summary | response_summary(samples)
 
     def summarize_evaluation(self, samples: Samples) -> dict[str, Tensor]:
-        """Return also the accuracy, and the mean score as ``reward``, without responses whose environment failed."""
+        """Return also the mean score as ``reward``, without responses whose environment failed."""
         summary = super().summarize_evaluation(without_failed(samples, "scores"))
         return {"reward": summary["score"], **summary}
 

@@ -76,6 +76,14 @@ class NumericAnswer:
         pairs = zip(completion_texts(completions), columns[self.column], strict=True)
         return [judge(text, str(right)) for text, right in pairs]
 
+    def final_answer(self, text: str) -> str | None:
+        """Return a text's final answer, for majority votes: the same text for the same number or expression."""
+        if self.reader == "math-verify":
+            return _final_expression(text)
+        number = final_number(text)
+        # Python refuses to write integers of thousands of digits, but not as hexadecimal ones.
+        return None if number is None else f"{number.numerator:x}/{number.denominator:x}"
+
     def _same_number(self, text: str, right: str) -> float | None:
         given, wanted = final_number(text), final_number(right)
         if wanted is None:
@@ -86,16 +94,36 @@ class NumericAnswer:
 def _same_expression(text: str, right: str) -> float | None:
     from math_verify import parse, verify
 
-    # Its time limits use SIGALRM, which only the main thread can set.
-    may_wait = threading.current_thread() is threading.main_thread()
-    parsing, verifying = (5, 5) if may_wait else (None, None)
+    limit_s = _math_verify_limit_s()
     # Without a mark, "1+x" would be read as the number in it.
     is_marked = any(mark in right for mark in (r"\boxed", "$", "####"))
-    wanted = parse(right if is_marked else rf"\boxed{{{right}}}", parsing_timeout=parsing)
+    wanted = parse(right if is_marked else rf"\boxed{{{right}}}", parsing_timeout=limit_s)
     if not wanted:
         return None
-    given = parse(text, parsing_timeout=parsing)
-    return float(bool(verify(wanted, given, timeout_seconds=verifying)))
+    given = parse(text, parsing_timeout=limit_s)
+    return float(bool(verify(wanted, given, timeout_seconds=limit_s)))
+
+
+def _final_expression(text: str) -> str | None:
+    from math_verify import parse
+
+    found = parse(text, parsing_timeout=_math_verify_limit_s())
+    if not found:
+        return None
+    answer: Any = found[0]  # an expression of sympy, or text that is none
+    if type(answer).__name__ == "Equality":  # x = 3 is the answer 3
+        answer = answer.rhs
+    try:
+        text = str(answer).strip()
+        is_short = type(answer).__name__ == "Float" and "e" not in text  # a huge exponent makes a huge fraction
+        return str(Fraction(text)) if is_short else text
+    except ValueError:  # an integer of thousands of digits
+        return None
+
+
+def _math_verify_limit_s() -> int | None:
+    """Return its time limit; None outside of the main thread, which alone can set the SIGALRM that it uses."""
+    return 5 if threading.current_thread() is threading.main_thread() else None
 
 
 class Regex:

@@ -135,12 +135,26 @@ def test_numeric_answers_are_compared_as_numbers() -> None:
         RewardFunctions(NumericAnswer(column="gold")).check_columns(["answer"])
 
 
+def test_final_answers_are_equal_for_equal_numbers() -> None:
+    read = NumericAnswer(reader="plain").final_answer
+    assert read(r"\boxed{\frac12}") == read("so 0.5") == read("50%") == read("1 of them: 2/4")
+    long = "1" * 4000 + "e999"  # Python writes no decimal integers of more than 4,300 digits
+    assert len({read("0.5"), read("5"), read("-5"), read("no number"), read(long)}) == 5
+    assert read("no number") is None
+
+
 @pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="needs math-verify")
 def test_math_verify_reads_expressions() -> None:
     function = NumericAnswer(reader="math-verify")
     texts = [r"$\boxed{\frac{2}{4}}$", r"\boxed{x+1}", r"\boxed{3}", r"\boxed{3}", "nothing"]
     assert judge(function, *texts, answer=["1/2", "1+x", "4", 3, "2"]) == [1.0, 1.0, 0.0, 1.0, 0.0]
     assert NumericAnswer().reader == "math-verify"
+    same = [r"\boxed{\frac12}", r"so \boxed{0.5}", r"\boxed{x = 0.5}"]
+    assert {function.final_answer(text) for text in same} == {"1/2"}
+    assert function.final_answer(r"\boxed{1+x}") == function.final_answer(r"\boxed{x+1}") == "x + 1"
+    assert function.final_answer(r"\boxed{x<3}") != function.final_answer(r"\boxed{3}")
+    assert function.final_answer(r"\boxed{10.5^{999999999}}") is not None  # in no time, with a huge exponent
+    assert function.final_answer("nothing") is function.final_answer("9" * 5000) is None
 
 
 @pytest.mark.skipif(importlib.util.find_spec("math_verify") is not None, reason="is about being without math-verify")

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from lightning_realloc.batch.samples import Samples, all_samples
 from lightning_realloc.errors import ConfigError, DataError, ReallocError
+from lightning_realloc.scores.bootstrap import intervals
+from lightning_realloc.scores.question_scores import NUM_QUESTIONS, QuestionScores, interval_names
 from lightning_realloc.trainers import trainer_callbacks
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,9 @@ class EvaluatedModule(L.LightningModule):
         super().__init__()
         self._held_out: dict[int, list[Samples]] = {}
         """Loader -> results of the current evaluation: columns of one value per sample, and lengths."""
+        self.question_scores: dict[str, QuestionScores] = {}
+        """Scores of the latest evaluations by the beginning of their metrics' names: ``val``, ``test``, and with
+        several loaders ``val/dataloader_idx_1``."""
 
     # ---- what a subclass says about itself
     def check_batch(self, batch: Samples) -> None:
@@ -79,6 +84,10 @@ class EvaluatedModule(L.LightningModule):
     def summarize_evaluation(self, samples: Samples) -> dict[str, Tensor]:
         """Return metrics of all held-out samples for ``validate`` and ``test``; see :meth:`summarize`."""
         return self.summarize(samples)
+
+    def summarize_questions(self, samples: Samples) -> QuestionScores | None:
+        """Return the scores of all held-out questions for ``validate`` and ``test``; None if there are none."""
+        return None
 
     def prediction_calls(self, batch: Samples) -> tuple[str, ...]:
         """Return the calls that ``predict`` runs on a batch; raise for an unusable batch."""
@@ -144,11 +153,22 @@ class EvaluatedModule(L.LightningModule):
         for loader, batches in by_loader.items():
             samples = all_samples(batches)
             suffix = f"/dataloader_idx_{loader}" if len(by_loader) > 1 else ""  # as Lightning names them
-            found = self.summarize_evaluation(samples).items()
-            # Samples are on the host, whose tensors NCCL cannot average.
-            metrics = {f"{prefix}/{name}{suffix}": torch.as_tensor(value).to(self.device) for name, value in found}
-            # Lightning would add the index of the last loader, and refuses names that have one.
-            self.log_dict(metrics, prog_bar=True, batch_size=len(samples), sync_dist=True, add_dataloader_idx=False)
+            found: dict[str, Any] = dict(self.summarize_evaluation(samples))
+            scores = self.summarize_questions(samples)
+            ends: dict[str, Any] = {}
+            if scores is not None and scores.questions:
+                self.question_scores[f"{prefix}{suffix}"] = scores
+                for name, score in intervals(scores).items():
+                    found[name] = score.value
+                    ends |= dict(zip(interval_names(name), (score.low, score.high), strict=True))
+                ends[NUM_QUESTIONS] = float(len(scores.questions))
+            for metrics, is_shown in ((found, True), (ends, False)):
+                # Samples are on the host, whose tensors NCCL cannot average.
+                named = {f"{prefix}/{k}{suffix}": torch.as_tensor(v).to(self.device) for k, v in metrics.items()}
+                # Lightning would add the index of the last loader, and refuses names that have one.
+                self.log_dict(
+                    named, prog_bar=is_shown, batch_size=len(samples), sync_dist=True, add_dataloader_idx=False
+                )
 
     def _warn_of_unknown_monitors(self) -> None:
         results = self.trainer._results

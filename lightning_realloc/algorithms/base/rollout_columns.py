@@ -133,14 +133,14 @@ def sample_responses(
     *,
     dialogue: Dialogue | None = None,
     iteration: int | None = None,
-    add_parts: Callable[[Samples], Samples] | None = None,
+    add_columns: Callable[[Samples], Samples] | None = None,
 ) -> Samples:
     """Return ``sampling.n`` responses per prompt, with the columns of a rollout.
 
     Columns: ``prompt_id`` (B,), ``prompt_key`` (B,), ``prompt_ids`` and ``response_ids`` ragged, the prompts'
     ``input/...``, ``behaviour_logprobs`` ragged float32 of the response tokens, ``finish_reason`` (B,) an index into
     ``FINISH_REASONS``; with a ``dialogue`` also those of :func:`dialogue_columns`; with the batch's ``iteration`` also
-    those of :func:`age_columns`; and those that ``add_parts`` adds. Sample ids are those of
+    those of :func:`age_columns`; and those that ``add_columns`` adds. Sample ids are those of
     ``prompts.repeat(sampling.n)``, so that randomness follows the sample on any rank.
 
     Finished samples are sent on early to calls that wait for them on other ranks.
@@ -152,7 +152,7 @@ def sample_responses(
         made = rollout_of(samples.by_ids([c.sample_id for c in completions]), completions, dialogue)
         made = engine.with_experts(made, completions)
         made = made if iteration is None else made.with_columns(**age_columns(completions, iteration))
-        return made if add_parts is None else add_parts(made)
+        return made if add_columns is None else add_columns(made)
 
     on_finished = None if engine.partial_results is None else engine.partial_results.collect(len(samples), responses)
     if dialogue is None:

@@ -1,26 +1,37 @@
-"""Accuracy of a policy from one response, and from the best of k (pass@k)."""
+"""Rule by which held-out responses are right, and the scores of the questions that they answer."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from numbers import Integral, Real
 
-import torch
-from torch import Tensor
+from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_realloc.batch.samples import Samples
+from lightning_realloc.algorithms.rollout.final_answers import (
+    AUTO,
+    FINAL_ANSWER,
+    AnswerReader,
+    named_reader,
+    reader_of_rewards,
+)
+from lightning_realloc.batch.prompt_images import PromptImages
+from lightning_realloc.batch.samples import IMAGES, PROMPT_KEY, Samples
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation.core.params import is_of_kind
+from lightning_realloc.rewards.functions import RewardFunctions
+from lightning_realloc.scores.question_scores import QuestionScores, Response
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accuracy:
-    """Rule by which a held-out response is correct, for ``accuracy`` and ``pass@k`` in ``validate`` and ``test``.
+    """Rule by which a held-out response is correct, for scores in ``validate`` and ``test``.
 
-    Responses without a reward are ignored.
+    The scores are ``accuracy``, ``pass@k`` and ``maj@k``. Responses without a reward are ignored.
     """
 
     threshold: float = 1.0
@@ -28,13 +39,20 @@ class Accuracy:
     function: str | None = None
     """Reward function to use; None: the weighted sum of all."""
     ks: tuple[int, ...] | None = None
-    """Values of k in ``pass@k``; None: powers of two below the number of responses per prompt, and that number."""
+    """Values of k in ``pass@k`` and ``maj@k``; None: powers of two below the number of responses per prompt, and that
+    number."""
+    answer: str | AnswerReader | None = AUTO
+    """Final answer of a response, which ``maj@k`` counts: ``"number"``, ``"boxed"``, ``"text"``, a function from the
+    text of a completion, or its import path. ``"auto"``: as the reward function reads it, if it has a method
+    ``final_answer``, as `NumericAnswer` has. None: no ``maj@k``."""
 
     def __post_init__(self) -> None:
         if not is_of_kind(self.threshold, Real) or not math.isfinite(self.threshold):
             raise ConfigError(
                 f"threshold={self.threshold!r} must be a finite number: the reward from which on a response is right"
             )
+        if self.answer not in (None, AUTO):
+            named_reader(self.answer)
         if self.ks is None:
             return
         ks = tuple(self.ks) if isinstance(self.ks, Iterable) else ()
@@ -43,33 +61,45 @@ class Accuracy:
                 f"ks={self.ks!r} must hold numbers of responses, each at least 1, as in (1, 4); None chooses them"
             )
 
-    def check_responses(self, n: int) -> None:
-        """Raise ConfigError for a ``k`` above the number of responses per prompt."""
+    def check(self, algorithm: str, n: int, *, has_rewards: bool) -> None:
+        """Raise ConfigError for an algorithm without rewards, and for a ``k`` above the responses per prompt, ``n``."""
+        if not has_rewards:
+            raise ConfigError(f"{algorithm} has no rewards that could tell what is right; leave accuracy out")
         if self.ks is not None and max(self.ks) > n:
             raise ConfigError(
                 f"pass@{max(self.ks)} needs as many responses per prompt, and evaluation_sampling.n={n}; raise n, or "
                 f"lower accuracy.ks"
             )
+        if self.answer not in (None, AUTO) and n == 1:
+            raise ConfigError(
+                f"accuracy.answer={self.answer!r} is for majority votes among several responses, and "
+                f"evaluation_sampling.n=1; raise n, or leave answer out"
+            )
 
-    def summary(self, samples: Samples, column: str) -> dict[str, Tensor]:
-        """Return ``accuracy`` and every ``pass@k``, each a mean over the prompts with enough scored responses.
+    def reader(self, functions: Sequence[RewardFunctions]) -> AnswerReader | None:
+        """Return how final answers are read, given an algorithm's reward functions; None: they are not."""
+        if self.answer is None:
+            return None
+        return reader_of_rewards(functions, self.function) if self.answer == AUTO else named_reader(self.answer)
 
-        ``column`` holds the weighted sum of all rewards.
+    def scores(self, samples: Samples, column: str) -> QuestionScores:
+        """Return the scores of the questions with a scored response.
+
+        ``column`` holds the weighted sum of all rewards. Final answers are in `FINAL_ANSWER`, if they are known.
         """
         rewards = samples.tensor(self._column(samples, column)).tolist()
-        right = defaultdict(list)
-        for prompt_id, reward in zip(samples.tensor("prompt_id").tolist(), rewards, strict=True):
+        answers = samples.tensor(FINAL_ANSWER).tolist() if FINAL_ANSWER in samples else [-1] * len(samples)
+        responses: dict[str, list[Response]] = {}
+        for question, reward, answer in zip(_questions(samples), rewards, answers, strict=True):
             if not math.isnan(reward):
-                right[prompt_id].append(reward >= self.threshold)
-        groups = [(len(found), sum(found)) for found in right.values()]
-        if not groups:
-            return {}
-        summary = {"accuracy": torch.tensor(sum(c for _, c in groups) / sum(n for n, _ in groups))}
-        for k in self.ks or _powers_of_two(max(n for n, _ in groups)):
-            chances = [pass_at_k(n, c, k) for n, c in groups if n >= k]
-            if chances:
-                summary[f"pass@{k}"] = torch.tensor(sum(chances) / len(chances))
-        return summary
+                found = Response(reward >= self.threshold, None if answer < 0 else answer)
+                responses.setdefault(question, []).append(found)
+        if FINAL_ANSWER in samples and len(samples) and max(answers) < 0:
+            rank_zero_warn(
+                f"none of {len(samples)} held-out responses has a final answer, so that maj@k is 0; give "
+                f"Accuracy(answer=...) a function that reads theirs, or None for no maj@k"
+            )
+        return QuestionScores.from_responses(responses, self.ks, reads_answers=FINAL_ANSWER in samples)
 
     def _column(self, samples: Samples, total: str) -> str:
         if self.function is None:
@@ -84,18 +114,23 @@ class Accuracy:
         return name
 
 
-def pass_at_k(n: int, num_right: int, k: int) -> float:
-    """Return the probability that one of k responses is correct, drawn from n with ``num_right`` correct ones.
+def _questions(samples: Samples) -> Iterator[str]:
+    """Yield the name of each sample's question: 48 bits of the hash of its prompt, as the data has it, and its images.
 
-    This is an unbiased estimate for k new responses.
-
-    Source: Chen et al., arXiv:2107.03374, eq. 1.
+    So runs with other tokenizers have the same names. Further questions with the same prompt have a number. Where the
+    data has no prompts, because an environment writes them, names are of their tokens.
     """
-    if not 1 <= k <= n:
-        raise ConfigError(f"pass@{k} needs 1 to n={n} responses; lower k or sample more")
-    return 1.0 - math.comb(n - num_right, k) / math.comb(n, k)
-
-
-def _powers_of_two(n: int) -> Sequence[int]:
-    """Return 2, 4, 8, ... below n, and n; nothing for n = 1, where pass@1 is the accuracy."""
-    return [*(2**power for power in range(1, (n - 1).bit_length())), n] if n > 1 else []
+    written = samples.tensor(PROMPT_KEY).tolist() if PROMPT_KEY in samples else [None] * len(samples)
+    prompts = samples.data.get("prompt", written)
+    images = samples.data.get(IMAGES, (None,) * len(samples))
+    ids = samples.tensor("prompt_id").tolist()
+    names: dict[int, str] = {}
+    counts: Counter[str] = Counter()
+    for prompt_id, prompt, shown in zip(ids, prompts, images, strict=True):
+        if prompt_id not in names:
+            key = shown.key if isinstance(shown, PromptImages) and shown else None
+            content = json.dumps([prompt, key], sort_keys=True, default=str)
+            name = blake2b(content.encode(), digest_size=6).hexdigest()
+            counts[name] += 1
+            names[prompt_id] = name if counts[name] == 1 else f"{name}-{counts[name]}"
+        yield names[prompt_id]

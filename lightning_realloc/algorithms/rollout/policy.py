@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,12 @@ from transformers import PreTrainedTokenizerBase
 from lightning_realloc.algorithms.base.calls import generate, infer
 from lightning_realloc.algorithms.base.module import ModuleSettings, MultiModelModule
 from lightning_realloc.algorithms.base.role import Role
-from lightning_realloc.algorithms.base.rollout_columns import Dialogue, environment_failed, sample_responses
+from lightning_realloc.algorithms.base.rollout_columns import (
+    Dialogue,
+    environment_failed,
+    sample_responses,
+    without_failed,
+)
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, averaged_loss
 from lightning_realloc.algorithms.rollout.accuracy import Accuracy
 from lightning_realloc.algorithms.rollout.dialogues import (
@@ -22,6 +27,7 @@ from lightning_realloc.algorithms.rollout.dialogues import (
     dialogues_of,
     processor_finder,
 )
+from lightning_realloc.algorithms.rollout.final_answers import adding_answers
 from lightning_realloc.algorithms.rollout.partial_rollouts import BudgetedRollout, PartialRollouts
 from lightning_realloc.algorithms.rollout.partner_roles import (
     PartnerRoles,
@@ -43,6 +49,7 @@ from lightning_realloc.generation import Conversation, Engine, SamplingParams
 from lightning_realloc.generation.core.model_config import penalties_of
 from lightning_realloc.rewards.failure_rule import GIVE_UP_AFTER
 from lightning_realloc.runtime.parallel.packed_forward import token_logprobs
+from lightning_realloc.scores.question_scores import QuestionScores
 
 _CHECKPOINT_KEY = "carried_rollout"
 
@@ -65,7 +72,7 @@ class PolicyModule(MultiModelModule):
     Args:
         sampling: Sampling of the rollout.
         evaluation_sampling: Sampling of ``validate`` and ``test``; None: one greedy response per prompt.
-        accuracy: Rule for correct responses, for ``val/accuracy`` and ``val/pass@k``; None: not logged.
+        accuracy: Rule for correct responses, for ``val/accuracy``, ``val/pass@k`` and ``val/maj@k``; None: not logged.
         environment: Answers the actor's turns; its tokens are not learned. A class of `MessageEnvironment`, one with
             TRL's methods ``reset`` and ``get_reward``, or an object that is copied, for each response; several by
             name, for the data's column ``environment``; a function ``f(turn) -> token ids | None``, or a class of
@@ -111,7 +118,8 @@ class PolicyModule(MultiModelModule):
         self.sampling = sampling
         self.evaluation_sampling = evaluation_sampling or replace(sampling, n=1, temperature=0.0)
         self.accuracy = accuracy
-        self._check_accuracy()
+        if accuracy is not None:
+            accuracy.check(type(self).__name__, self.evaluation_sampling.n, has_rewards=self.reward_column is not None)
         self._partners = PartnerRoles(partners, self.sources)
         self._partners.check(self.engine)
         self._dialogues = dialogues_of(environment, tools, parser, conversation, self._partners.by_name)
@@ -172,13 +180,6 @@ class PolicyModule(MultiModelModule):
         """Return the tokenizer of a role that generates."""
         return self._partners.tokenizers.get(role) or self.tokenizer
 
-    def _check_accuracy(self) -> None:
-        if self.accuracy is None:
-            return
-        if self.reward_column is None:
-            raise ConfigError(f"{type(self).__name__} has no rewards that could tell what is right; leave accuracy out")
-        self.accuracy.check_responses(self.evaluation_sampling.n)
-
     @property
     def learns_whole_groups(self) -> bool:
         """Whether responses to one prompt are trained on together."""
@@ -234,15 +235,20 @@ class PolicyModule(MultiModelModule):
             may_mix = self.training_now and self._strategy.max_staleness > 1
             iteration = self._strategy.iteration if may_mix else None
             dialogue = self._dialogue(actor, prompts, sampling)
-            return sample_responses(
-                actor, prompts, sampling, dialogue=dialogue, iteration=iteration, add_parts=self._parts
-            )
+            add = self._further_columns(prompts)
+            return sample_responses(actor, prompts, sampling, dialogue=dialogue, iteration=iteration, add_columns=add)
         part = BudgetedRollout(
             budget=budget, iteration=self._strategy.iteration, whole_groups=self.learns_whole_groups,
             num_minibatches=max(self.train_options_of(r).num_minibatches for r in self.dataflow.trained_roles),
             dialogue=self._dialogue(actor, prompts, sampling), add_parts=self._parts,
         )  # fmt: skip
         return part.run(actor, prompts, sampling, None if self._carried is None else self._carried.responses)
+
+    def _further_columns(self, prompts: Samples) -> Callable[[Samples], Samples] | None:
+        """Return the function that adds columns to responses: their parts, and held-out ones' final answers."""
+        is_scored = self.trainer.validating or self.trainer.sanity_checking or self.trainer.testing
+        reader = self.accuracy.reader(self._reward_functions_kept()) if self.accuracy and is_scored else None
+        return self._parts if reader is None else adding_answers(self._parts, prompts, self.tokenizer, reader)
 
     def _require_answers(self, made: Samples) -> None:
         """Raise GenerationError if the environment failed in all responses of several rollouts in a row.
@@ -274,12 +280,11 @@ class PolicyModule(MultiModelModule):
         continues = self.training_now and self.generation_options.rollout_budget is not None
         return self._dialogues.make(actor, prompts, sampling, continues=continues)
 
-    def summarize_evaluation(self, samples: Samples) -> dict[str, Tensor]:
-        """Return also the accuracy on held-out prompts."""
-        found = super().summarize_evaluation(samples)
+    def summarize_questions(self, samples: Samples) -> QuestionScores | None:
+        """Return the scores of held-out prompts, if it is known which responses are right."""
         if self.accuracy is None or self.reward_column is None:
-            return found
-        return found | self.accuracy.summary(samples, self.reward_column)
+            return None
+        return self.accuracy.scores(without_failed(samples, self.reward_column), self.reward_column)
 
     def require_batch(self, batch: object) -> None:
         """Raise DataError also for a batch that holds responses, since this algorithm makes its own."""
