@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_realloc.callbacks.run_view import run_view
 from lightning_realloc.dataflow.dataflow import Dataflow
+from lightning_realloc.scores.question_scores import interval_names
 from lightning_realloc.trainers import planned_iterations
 
 MIN_SECONDS_BETWEEN_LINES = 2.0
@@ -101,7 +102,7 @@ class RunLog(Callback):
         if self._bar is None or trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return  # Lightning prints the metrics of trainer.validate()
         metrics = trainer.callback_metrics
-        if found := [f"{name} {_number(metrics[name])}" for name in metrics if name.startswith("val/")]:
+        if found := list(_held_out({name: value for name, value in metrics.items() if name.startswith("val/")})):
             _log(trainer, *found)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -198,6 +199,16 @@ def _results(metrics: Mapping[str, Any]) -> Iterator[str]:
     for name, value in metrics.items():
         if name.endswith("/skipped_steps") and float(value) > 0:
             yield f"{name} {float(value):g}"
+
+
+def _held_out(metrics: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the metrics of held-out samples, scores with their interval."""
+    ends = {name: interval_names(name) for name in metrics if {*interval_names(name)} <= metrics.keys()}
+    shown_as_ends = {name for pair in ends.values() for name in pair}
+    for name in metrics:
+        if name not in shown_as_ends:
+            interval = "-".join(_number(metrics[one]) for one in ends.get(name, ()))
+            yield f"{name} {_number(metrics[name])}" + (f" ({interval})" if interval else "")
 
 
 def _times(trainer: Trainer) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from lightning_realloc.callbacks.loggers.writers import LoggerOutput, Picture, s
 from lightning_realloc.callbacks.phase import PhaseCallback
 from lightning_realloc.callbacks.run_view import run_view
 from lightning_realloc.errors import ConfigError, ReallocError
+from lightning_realloc.recording.evaluations import SCORES_FILE, Evaluation
 from lightning_realloc.recording.events import (
     DATA_SHEETS,
     MEASURED_PASSES,
@@ -50,6 +51,7 @@ from lightning_realloc.remote_path import AnyPath, RemotePath, as_path
 from lightning_realloc.runtime.measure.usage import EnergyMeter, resident_bytes
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.transfer.executor import ReallocationReport
+from lightning_realloc.scores.question_scores import QuestionScores
 from lightning_realloc.trainers import planned_iterations, trainer_callbacks
 from lightning_realloc.tuning.candidates import PlanEvaluator
 
@@ -68,6 +70,9 @@ _READER = "timeline"
 
 class Timeline(PhaseCallback):
     """Record calls, moves of weights, waiting and memory of every rank, and the metrics of every iteration.
+
+    With ``accuracy=`` of an algorithm, ``scores.jsonl`` in its folder has the results of each validation and test for
+    every question, also outside of a fit.
 
     With environments, the record has the spans in which a rank waited for them, and how many samples waited over time.
 
@@ -203,11 +208,17 @@ class Timeline(PhaseCallback):
             self._recorder.begin_validation()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the validation, and the metrics of held-out samples."""
+        """Write the validation, the metrics of held-out samples, and the scores of questions."""
+        if not trainer.sanity_checking:
+            self._write_scores(trainer, pl_module, "val")
         if self._recorder is None:
             return  # outside of a fit's training
         self._write(Validated(step=trainer.global_step, seconds=self._recorder.end_validation()))
         self._write_metrics(trainer, lambda name: name.startswith("val/"))
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the scores of questions."""
+        self._write_scores(trainer, pl_module, "test")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the end of the run, and the trace. Collective over all ranks."""
@@ -236,6 +247,20 @@ class Timeline(PhaseCallback):
         if self._metrics is not None:
             values = {name: float(value) for name, value in trainer.callback_metrics.items() if is_chosen(name)}
             self._metrics.write({"step": trainer.global_step, "unix_s": self._now(), "metrics": values})
+
+    def _write_scores(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write the scores of an evaluation, in a fit or alone. Collective over all ranks."""
+        scores: Mapping[str, QuestionScores] = getattr(pl_module, "question_scores", {})
+        chosen = {name: one for name, one in scores.items() if name.partition("/")[0] == stage}
+        if not chosen:
+            return
+        folder = self._record_folder if self._recorder is not None else self.folder or _default_folder(trainer)
+        if trainer.is_global_zero and folder is not None:
+            lines = JsonLines(folder / SCORES_FILE)
+            for name, one in chosen.items():
+                made = Evaluation(name=name, step=trainer.global_step, unix_s=self._now(), scores=one)
+                lines.write(made.to_json())
+            lines.close()
 
     def _write(self, event: Event) -> None:
         if self._events is not None:

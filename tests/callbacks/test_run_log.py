@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerState
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_realloc import GenerationOptions
+from lightning_realloc.algorithms.rollout.accuracy import Accuracy
 from lightning_realloc.algorithms.sft import SFT
 from lightning_realloc.callbacks import run_log
 from lightning_realloc.callbacks.run_log import RemainingTime, RunLog, format_duration
@@ -81,7 +82,12 @@ def logs() -> dict[str, list[str]]:
     prompts = PromptDataModule(PROMPTS, batch_size=2, val_data=PROMPTS[:2], tokenizer=byte_tokenizer())
     return {
         "every": told(
-            runs.grpo(), prompts, world_size=world_size, callbacks=[RunLog(0.0)], max_steps=3, val_check_interval=2
+            runs.grpo(accuracy=Accuracy(threshold=0.5)),
+            prompts,
+            world_size=world_size,
+            callbacks=[RunLog(0.0)],
+            max_steps=3,
+            val_check_interval=2,
         ),
         "seldom": told(runs.sft(), Batches(4, responses=True), plan=SMALL, world_size=world_size, max_steps=4),
     }
@@ -115,6 +121,7 @@ def test_a_plain_log_has_a_summary_and_a_line_per_iteration(workers: WorkerPool)
         ), line
         assert "gen " in line and "train " in line, line
     assert "val/reward " in every[2] and "len " not in every[2]
+    assert re.search(rf"  val/accuracy {number} \({number}-{number}\)  ", every[2]) and "/low" not in every[2]
     seldom = lines(first["seldom"])
     assert [line.split("  ")[0] for line in seldom] == ["step 1/4", "step 4/4"]
     assert all(re.match(rf"step ./4  loss {number}  len \d+  train ", line) for line in seldom)

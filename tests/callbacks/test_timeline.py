@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
 
+from lightning_realloc.algorithms.rollout.accuracy import Accuracy
 from lightning_realloc.callbacks import Timeline
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.recording.events import PlanInstalled, PlanPredicted, RunEnded, Validated
 from lightning_realloc.recording.reader import Session, read_run
+from lightning_realloc.report.runs.run_folder import read_run_folder
 from tests.strategies import runs
 from tests.workers import WorkerPool
 
@@ -111,7 +113,7 @@ def test_the_record_has_what_every_rank_did(
 
 
 def test_a_later_fit_continues_the_record(tmp_path: Path) -> None:
-    module = runs.grpo()
+    module = runs.grpo(accuracy=Accuracy(threshold=0.5))
     for steps in (2, 5):
         trainer = runs.trainer(
             runs.ReallocStrategy(), 1, callbacks=[Timeline(tmp_path)], max_steps=steps, max_epochs=-1
@@ -120,13 +122,24 @@ def test_a_later_fit_continues_the_record(tmp_path: Path) -> None:
         validated = [] if path.exists() else runs.Batches(1)
         trainer.fit(module, runs.Batches(2), validated, ckpt_path=path if path.exists() else None)
         trainer.save_checkpoint(path)
-        module = runs.grpo()
+        if steps == 2:
+            scored = module.question_scores["val"]
+            module = runs.grpo(accuracy=Accuracy(threshold=0.5))
     first, second = read_run(tmp_path).sessions
     rows = (*first.metrics, *second.metrics)
     assert [row.step for row in rows if "reward" in row.values] == [1, 2, 3, 4, 5]
     assert second.started.step == 2 and second.started.max_steps == 5
     (validated,) = (event for event in (*first.events, *second.events) if isinstance(event, Validated))
     assert validated.step == 2 and validated.seconds > 0
+    trainer.test(module, runs.Batches(1, size=4), verbose=False)
+    alone = runs.trainer("realloc", 1, callbacks=[Timeline(tmp_path / "alone")])
+    alone.validate(module, runs.Batches(1), verbose=False)
+    run = read_run_folder(tmp_path)
+    assert {name: (one.step, len(one.scores.questions)) for name, one in run.evaluations.items()} == {
+        "val": (2, 6), "test": (5, 4)
+    }  # fmt: skip
+    assert run.evaluations["val"].scores == scored and run.problems == ()
+    assert read_run_folder(tmp_path / "alone").evaluations["val"].scores == module.question_scores["val"]
 
 
 def test_an_error_that_ends_the_run_is_recorded(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from lightning_realloc.recording.events import PlanInstalled
 from lightning_realloc.report.runs.charts import TEXT, Json, cell, column, line, line_chart, line_of, section, table
 from lightning_realloc.report.runs.rank_time import RankTime
 from lightning_realloc.report.runs.run_folder import RunFolder
+from lightning_realloc.report.runs.score_words import compared_scores
 from lightning_realloc.report.runs.sections.learning import metric_title, trained_roles
 from lightning_realloc.report.runs.series import Series, Values, largest_triangles, rounded
 from lightning_realloc.rewards.texts import without_secrets
@@ -28,7 +29,7 @@ _OUTPUTS = ("default_root_dir", "save_dir", "dirpath", "path", "version", "ckpt_
 """Settings of the Trainer, its loggers and callbacks that name folders to write to."""
 _NOT_COMPARED = (
     r"seconds/.*|capture_s/.*|environment_s|waiting_share/.*|tool_s/.*|reallocation_.*|response_length/(min|max)|"
-    r"peak_memory_GiB|tuner/.*|lr-.*"
+    r"peak_memory_GiB|tuner/.*|lr-.*|.*@\d+/(low|high)(/.*)?|val/accuracy/(low|high)(/.*)?|val/num_questions(/.*)?"
 )
 MAX_COMPARED_CHARTS = 40
 """Charts of a comparison; more make the page long."""
@@ -136,7 +137,9 @@ def comparison_section(runs: Sequence[RunFolder]) -> Json:
     sentences = [f"{len(runs)} runs in {len(groups)} groups, whose runs differ in their seed alone.{left_out}"]
     if any(run.config is None for run in runs):
         sentences.append("Runs without config.yaml are not grouped: LightningCLI and the one-line commands write it.")
-    tables = [_final_table(sorted(names), groups), _seconds_table(groups)]
+    verdicts, score_tables = compared_scores(runs)
+    sentences += verdicts
+    tables = [*score_tables, _final_table(sorted(names), groups), _seconds_table(groups)]
     return section("comparison", "Comparison", sentences=sentences, charts=kept, tables=tables)
 
 

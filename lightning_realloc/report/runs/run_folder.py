@@ -18,7 +18,9 @@ from typing import Any
 import yaml
 
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.recording.rank_recorder import EVENTS_FILE
+from lightning_realloc.recording.evaluations import SCORES_FILE, Evaluation
+from lightning_realloc.recording.followed_file import FollowedFile
+from lightning_realloc.recording.rank_recorder import EVENTS_FILE, RECORD_FOLDER
 from lightning_realloc.recording.reader import RecordError, RunReader, RunRecord
 from lightning_realloc.remote_path import AnyPath
 from lightning_realloc.report.runs.conversations import CONVERSATIONS_FILE, read_conversations
@@ -65,6 +67,8 @@ class RunFolder:
     """Times of its ranks; None if the run was not recorded."""
     metrics: Mapping[str, Series]
     """Name -> values over iterations."""
+    evaluations: Mapping[str, Evaluation] = field(default_factory=dict)
+    """Beginning of metrics' names, such as ``val`` and ``test`` -> its latest evaluation."""
     rollouts: Rollouts = Rollouts()
     conversations: tuple[dict[str, Any], ...] = ()
     """Conversations of these samples, as `shown_conversation` returns them, the newest first."""
@@ -89,15 +93,17 @@ class RunFolderReader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._reader = RunReader(folder)
+        self._scores: tuple[Path, FollowedFile[Evaluation]] | None = None
+        """Folder with scores, and the file."""
         self._times = RankTimeBuilder()
 
     def read(self) -> RunFolder:
         """Return the run as its files are now.
 
         Raises:
-            ConfigError: if there is neither a record nor Lightning's ``metrics.csv``.
+            ConfigError: if there is no record, no Lightning's ``metrics.csv`` and no scores.
         """
-        record_folder, log_folder = _find_run(self._folder)
+        record_folder, log_folder, scores_folder = _find_run(self._folder)
         problems: list[str] = []
         record = None if record_folder is None else self._read_record(record_folder, problems)
         metrics: Mapping[str, Series] = {}
@@ -113,6 +119,7 @@ class RunFolderReader:
             record=record,
             time=None if record is None else self._read_times(record, problems),
             metrics=metrics,
+            evaluations=self._read_scores(scores_folder, record, problems),
             rollouts=_read_rollouts(log_folder / ROLLOUTS_TABLE, problems),
             conversations=read_conversations(log_folder / CONVERSATIONS_FILE, problems),
             config=_read_config(log_folder / CONFIG_FILE, problems),
@@ -128,6 +135,18 @@ class RunFolderReader:
             problems.append(str(error))
             return None
 
+    def _read_scores(self, folder: Path, record: RunRecord | None, problems: list[str]) -> dict[str, Evaluation]:
+        """Return the latest evaluations, without those of an earlier run in the same folder."""
+        if not (folder / SCORES_FILE).is_file():
+            return {}
+        if self._scores is None or self._scores[0] != folder:
+            self._scores = folder, FollowedFile(folder / SCORES_FILE, Evaluation.from_json)
+        followed = self._scores[1]
+        followed.update()
+        problems += filter(None, [followed.problem])
+        begin_s = -math.inf if record is None else record.sessions[0].started.unix_s
+        return {one.name: one for one in followed.items if one.unix_s >= begin_s}
+
     def _read_times(self, record: RunRecord, problems: list[str]) -> RankTime | None:
         try:
             return self._times.update(record)
@@ -136,16 +155,18 @@ class RunFolderReader:
             return None
 
 
-def _find_run(folder: Path) -> tuple[Path | None, Path]:
-    """Return the folder of the newest record, None if there is none, and the folder of the log."""
+def _find_run(folder: Path) -> tuple[Path | None, Path, Path]:
+    """Return the folder of the newest record, None if there is none, and the folders of the log and of scores."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder; give the --output of a run, or a folder of its log")
     if records := _newest_first(folder, EVENTS_FILE):
         record = records[0].parent
         places = (record.parent, record)
-        return record, next((one for one in places if (one / METRICS_TABLE).is_file()), record)
+        return record, next((one for one in places if (one / METRICS_TABLE).is_file()), record), record
     if tables := _newest_first(folder, METRICS_TABLE):
-        return None, tables[0].parent
+        return None, tables[0].parent, tables[0].parent / RECORD_FOLDER
+    if scores := _newest_first(folder, SCORES_FILE):  # of a validation or test without a logger
+        return None, scores[0].parent, scores[0].parent
     raise ConfigError(
         f"{folder} has neither a record nor {METRICS_TABLE} in it or below; train with callbacks=[Timeline()], or name "
         f"the folder of a run that did"

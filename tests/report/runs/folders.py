@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from lightning_realloc.recording.evaluations import SCORES_FILE, Evaluation
 from lightning_realloc.recording.events import PlanInstalled, RunEnded
 from lightning_realloc.recording.rank_recorder import METRICS_FILE, JsonLines
 from lightning_realloc.report.runs.charts import Json
 from lightning_realloc.report.runs.page import page_data
 from lightning_realloc.report.runs.run_folder import RunFolder, read_run_folder
 from lightning_realloc.report.runs.series import Series
+from lightning_realloc.scores.question_scores import QuestionScores, Response
 from tests.recording.records import PREDICTION, started, write_session
 
 PLAN = {"calls": {"actor.generate": "dp2@0-1", "actor.train": {"layout": "fsdp2@0-1", "micro_batch": 4}}}
@@ -76,6 +78,20 @@ def log_metrics(folder: Path, values: Mapping[str, Sequence[float]]) -> None:
     for at in range(len(next(iter(values.values())))):
         row = {name: float(column[at]) for name, column in values.items()}
         lines.write({"step": at + 1, "unix_s": 1000.5 + at, "metrics": row})
+    lines.close()
+
+
+def log_scores(folder: Path, name: str, chances: Mapping[str, float], *, seed: int, n: int = 4, step: int = 8) -> None:
+    """Append an evaluation to a record that `write_run` has written: n responses to each question, which are right with
+    its chance."""
+    generator = np.random.default_rng(seed)
+    asked = {
+        question: [Response(right, right) for right in (generator.random(n) < chance).tolist()]
+        for question, chance in chances.items()
+    }
+    scores = QuestionScores.from_responses(asked, (n,), reads_answers=True)
+    lines = JsonLines(folder / "log" / "version_0" / "record" / SCORES_FILE)
+    lines.write(Evaluation(name=name, step=step, unix_s=1008.5, scores=scores).to_json())
     lines.close()
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from lightning_realloc.report.runs.comparison import comparison_section, group_r
 from lightning_realloc.report.runs.page import page_data
 from lightning_realloc.report.runs.run_folder import read_run_folder
 from tests.recording.records import started, write_session
-from tests.report.runs.folders import log_metrics, section_of, table_of, write_run
+from tests.report.runs.folders import log_metrics, log_scores, section_of, table_of, write_run
 
 STEPS = np.arange(20.0)
 
@@ -141,3 +142,45 @@ def test_seconds_of_calls_stand_next_to_each_other(tmp_path: Path) -> None:
 
     rows = {row[0]: row for row in section["tables"][1]["rows"]}
     assert rows["actor.train"][1]["text"] == "400 ms"
+
+
+def _scored(folder: Path, *, seed: int, better: float = 0.0, names: str = "q", number: int = 80) -> Path:
+    """Write a run that answers questions, more of them rightly by ``better``."""
+    difficulties = np.random.default_rng(5).beta(0.6, 0.6, number)
+    chances = {f"{names}{place}": min(1.0, chance + better) for place, chance in enumerate(difficulties)}
+    log_scores(write_run(folder), "val", chances, seed=seed)
+    return folder
+
+
+def test_runs_of_one_setting_cannot_be_distinguished_and_a_better_one_can(tmp_path: Path) -> None:
+    runs = [
+        read_run_folder(_scored(tmp_path / name, **options))  # type: ignore[arg-type]
+        for name, options in {
+            "first": {"seed": 0},
+            "same": {"seed": 1},
+            "better": {"seed": 2, "better": 0.3},
+            "others": {"seed": 3, "names": "other"},
+            "more": {"seed": 4, "number": 100},
+            "few": {"seed": 4, "number": 20},
+        }.items()
+    ]
+    data = page_data(runs[0], runs[1:])
+    _, *found = section_of(data, "comparison")["sentences"][1:]
+    assert len(found) == 5
+    same, better, others, more, few = found
+    assert re.search(
+        r"val/accuracy: \S+same \(0.\d+ \(0.\d+ to 0.\d+\)\) and \S+first \(.*\) cannot be distinguished; difference "
+        r"[+-]0.\d+ \(-0.\d+ to \+0.\d+\), paired bootstrap over 80 questions, after 8 iterations.$", same,
+    )  # fmt: skip
+    assert re.search(r"better \(.*\) is better than \S+first .*; difference \+0.\d+ \(\+0.\d+ to \+0.\d+\)", better)
+    assert "unpaired bootstrap, since the questions differ: 0 of 80 and 80 questions are the same" in others
+    assert "over the common questions, since others differ: 80 of 100 and 80 questions are the same" in more
+    assert few.endswith("With fewer than 50 questions, intervals are too narrow.")
+    rows = table_of(data, "comparison", "compared-scores")["rows"]
+    assert [row[0] for row in rows] == ["val/accuracy", "val/pass@4", "val/maj@4"] * 5
+    assert [row[5] for row in rows[:6:3]] == ["cannot be distinguished", "better"]
+    assert [row[6] for row in rows[::3]] == ["paired, 80 questions"] * 2 + ["unpaired"] + [
+        "paired, 80 questions", "paired, 20 questions"
+    ]  # fmt: skip
+    reverse = section_of(page_data(runs[2], runs[:1]), "comparison")["sentences"]
+    assert any("is worse than" in one for one in reverse)

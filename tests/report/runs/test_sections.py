@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lightning_realloc.recording.evaluations import SCORES_FILE
 from lightning_realloc.recording.events import DATA_SHEETS, PlanInstalled, Validated
 from lightning_realloc.recording.iteration_record import IterationRecord
 from lightning_realloc.recording.pieces import ENVIRONMENTS, WAITING, TimePiece
@@ -20,6 +22,7 @@ from tests.report.runs.folders import (
     PLAN,
     content_of,
     log_metrics,
+    log_scores,
     run_with,
     section_of,
     table_of,
@@ -321,3 +324,44 @@ def test_metrics_that_no_chart_expects_get_charts_of_their_own() -> None:
 
     assert [chart["title"] for chart in section_of(data, "learning")["charts"]] == ["Margin"]
     assert "constant 1" in table_of(data, "learning", "final-values")["note"]
+
+
+def test_scores_have_a_table_and_a_band_with_their_intervals(folder: Path) -> None:
+    chances = {f"q{number}": number % 2 for number in range(60)}
+    log_scores(folder, "val", dict.fromkeys(chances, 0.0), seed=0, step=4)
+    log_scores(folder, "val", chances, seed=0)
+    log_scores(folder, "test", {f"q{number}": 1.0 for number in range(10)}, seed=0)
+    values = {"val/accuracy": [0.25, 0.5], "val/accuracy/low": [0.15, 0.4], "val/accuracy/high": [0.35, 0.6]}
+    log_metrics(folder, values | {"val/num_questions": [60.0, 60.0]})
+
+    data = content_of(folder)
+
+    assert data["problems"] == []
+    shown = table_of(data, "learning", "scores")
+    assert [row[0] for row in shown["rows"]] == [
+        *("val/accuracy", "val/pass@4", "val/maj@4"), *("test/accuracy", "test/pass@4", "test/maj@4")
+    ]  # fmt: skip
+    accuracy, perfect = shown["rows"][0], shown["rows"][3]
+    assert accuracy[1]["value"] == 0.5 and re.fullmatch(r"0.5 \(0.3\d+ to 0.6\d+\)", accuracy[1]["text"])
+    assert accuracy[2:] == [60, 8] and perfect[1]["text"] == "1 (1 to 1)"
+    assert shown["note"].endswith("With fewer than 50 questions, intervals are too narrow.")
+    (band,) = next(one for one in section_of(data, "learning")["charts"] if one["id"] == "held-out")["series"]
+    assert (band["y"], band["low"], band["high"]) == ([0.25, 0.5], [0.15, 0.4], [0.35, 0.6])
+    assert not [row for row in table_of(data, "learning", "final-values")["rows"] if "/low" in row[0]]
+
+
+def test_scores_of_an_earlier_run_and_broken_lines_are_left_out(folder: Path) -> None:
+    scores = folder / "log" / "version_0" / "record" / SCORES_FILE
+    log_scores(folder, "val", {"q": 1.0}, seed=0)
+    scores.write_text(scores.read_text().replace("1008.5", "8.5") + '{"name": "val"}\n')
+
+    data = content_of(folder)
+
+    assert data["problems"] == ["scores.jsonl has 1 broken lines, the first is line 2; they are left out"]
+    assert not [one for one in section_of(data, "learning")["tables"] if one["id"] == "scores"]
+
+
+def test_scores_alone_are_a_report(tmp_path: Path) -> None:
+    log_scores(tmp_path, "test", {"q": 1.0}, seed=0)
+
+    assert table_of(content_of(tmp_path), "learning", "scores")["rows"][0][0] == "test/accuracy"

@@ -6,6 +6,8 @@ import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+import numpy as np
+
 from lightning_realloc.report.runs.charts import (
     TEXT,
     Json,
@@ -19,8 +21,10 @@ from lightning_realloc.report.runs.charts import (
     table,
 )
 from lightning_realloc.report.runs.run_folder import RunFolder
+from lightning_realloc.report.runs.score_words import scores_table
 from lightning_realloc.report.runs.sections.findings import MIN_POINTS, find_unusual, num_if_short
-from lightning_realloc.report.runs.series import Series, largest_triangles
+from lightning_realloc.report.runs.series import Series, largest_triangles, rounded
+from lightning_realloc.scores.question_scores import interval_names
 
 MAX_FURTHER_CHARTS = 24
 """Charts of metrics that no other chart shows; more make the page long."""
@@ -40,7 +44,7 @@ class _Chart(NamedTuple):
 
 _CHARTS = (
     _Chart("reward", "Reward", "", r"reward(/[^/]+)?|score|rewards/chosen|rewards/rejected"),
-    _Chart("held-out", "Held-out score", "", r"val/(reward(/.*)?|score|accuracy.*|pass@.*|loss.*)"),
+    _Chart("held-out", "Held-out score", "", r"val/(reward(/.*)?|score|accuracy.*|(pass|maj)@.*|loss.*)"),
     _Chart("kl", "KL divergence", "nats", r".*/kl|kl|kl_k[123]|.*/behaviour_kl"),
     _Chart("entropy", "Entropy", "nats per token", r"(.*/)?entropy"),
     _Chart("length", "Response length", "tokens", r"(val/)?response_length"),
@@ -58,6 +62,7 @@ _ELSEWHERE = (
     r"(seconds|capture_s|reallocation_s|reallocation_GB_per_s|hidden_s|preemptions|tokens_per_step|moved_samples"
     r"|waiting_share)/.*"
     r"|idle_share|tokens_per_s|peak_memory_GiB|tuner/.*|(val/)?response_length/(min|max)"
+    r"|val/(accuracy|(pass|maj)@\d+)/(low|high)(/.*)?|val/num_questions(/.*)?"
 )
 """Names of metrics that other sections show."""
 
@@ -65,7 +70,8 @@ _ELSEWHERE = (
 def learning_section(run: RunFolder) -> Json:
     """Return the section on learning."""
     metrics = run.metrics
-    if not metrics:
+    score_tables = scores_table(run)
+    if not metrics and not score_tables:
         return section(
             "learning",
             "Learning",
@@ -83,12 +89,12 @@ def learning_section(run: RunFolder) -> Json:
         )
     elif not findings:
         sentences.append("Nothing unusual: no warning applies to these metrics.")
-    tables = [_final_values(metrics)]
+    tables = [*score_tables, _final_values(metrics)]
     return section("learning", "Learning", sentences=sentences, findings=findings, charts=charts, tables=tables)
 
 
 def _chart(chart: _Chart, metrics: Mapping[str, Series]) -> Json | None:
-    names = [name for name in metrics if re.fullmatch(chart.names, name)]
+    names = [name for name in metrics if re.fullmatch(chart.names, name) and not re.fullmatch(_ELSEWHERE, name)]
     return _draw(chart, [metrics[name] for name in sorted(names)][:MAX_LINES], metrics)
 
 
@@ -96,11 +102,22 @@ def _draw(chart: _Chart, shown: Iterable[Series], metrics: Mapping[str, Series])
     known = [series for series in shown if not series.is_constant]
     if not known:
         return None
-    lines = [one for series in known for one in lines_of(series)]
+    lines = [one for series in known for one in (_line_with_interval(series, metrics) or lines_of(series))]
     if chart.key == "length":
         lines += list(_shortest_and_longest(metrics))
     summary = " ".join(describe_series(series, chart.unit) for series in known)
     return line_chart(chart.key, chart.title, chart.unit, lines, summary=summary)
+
+
+def _line_with_interval(series: Series, metrics: Mapping[str, Series]) -> list[Json]:
+    """Return the line of a score with its interval as a band; none of a metric without one."""
+    ends = [metrics[name] for name in interval_names(series.name) if name in metrics]
+    if len(ends) < 2 or any(not np.array_equal(one.steps, series.steps) for one in ends):
+        return []
+    kept = np.isfinite([series.values, *(one.values for one in ends)]).all(axis=0)
+    steps, values, low, high = (one[kept] for one in (series.steps, series.values, *(one.values for one in ends)))
+    chosen = largest_triangles(steps, values)
+    return [line(series.name, steps[chosen], values[chosen], low=rounded(low[chosen]), high=rounded(high[chosen]))]
 
 
 def _shortest_and_longest(metrics: Mapping[str, Series]) -> Iterator[Json]:

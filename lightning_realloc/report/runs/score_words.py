@@ -1,0 +1,115 @@
+"""Scores of held-out questions in words and tables: with intervals, and compared between runs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from lightning_realloc.recording.evaluations import Evaluation
+from lightning_realloc.report.runs.charts import TEXT, Json, column, table
+from lightning_realloc.report.runs.run_folder import RunFolder
+from lightning_realloc.scores.bootstrap import NUM_RESAMPLES, Comparison, ScoreInterval, compare, intervals
+from lightning_realloc.scores.question_scores import ACCURACY
+
+MIN_QUESTIONS = 50
+"""Questions below which intervals are too narrow: of 20, they miss the truth in up to one of ten cases instead of one
+of twenty."""
+_LOADER = "/dataloader_idx_"
+
+
+def scores_table(run: RunFolder) -> list[Json]:
+    """Return the table of a run's latest scores with their intervals, if there are any."""
+    rows = []
+    for evaluation in run.evaluations.values():
+        for name, score in intervals(evaluation.scores).items():
+            number = len(evaluation.scores.questions)
+            rows.append([_full_name(evaluation, name), _interval_cell(score), number, evaluation.step])
+    if not rows:
+        return []
+    columns = [column("score", TEXT), column("value (95 % interval)"), column("questions"), column("iteration")]
+    few = _few_questions(run.evaluations.values())
+    note = f"Percentile bootstrap over questions, {NUM_RESAMPLES:,} resamples.{few}"
+    return [table("scores", "Scores of held-out questions", columns, rows, note=note)]
+
+
+def compared_scores(runs: Sequence[RunFolder]) -> tuple[list[str], list[Json]]:
+    """Return sentences on the accuracy of runs and the first one, and a table of all scores; both may be empty."""
+    first, *others = runs
+    sentences, rows = [], []
+    for other in others:
+        for name, evaluation in first.evaluations.items():
+            if name not in other.evaluations:
+                continue
+            pair = evaluation, other.evaluations[name]
+            for found in compare(*(one.scores for one in pair)):
+                if found.name == ACCURACY:
+                    sentences.append(_verdict(found, pair, (first.name, other.name)))
+                rows.append(_compared_row(found, pair, other.name))
+    if not rows:
+        return [], []
+    headers = ("score", "run", "value", "first run's value", "difference", "result", "test")
+    columns = [column(header, TEXT if header in ("score", "run", "result", "test") else "number") for header in headers]
+    note = (
+        "Latest evaluations, with 95 % intervals. They compare these models on questions of this kind; other seeds of "
+        "training would differ by more."
+    )
+    return sentences, [table("compared-scores", "Scores", columns, rows, note=note)]
+
+
+def _compared_row(found: Comparison, pair: Sequence[Evaluation], run: str) -> list[object]:
+    values = (_interval_cell(one) for one in (found.second, found.first))
+    result = "cannot be distinguished" if not found.is_clear else "better" if found.difference.low > 0 else "worse"
+    test = "unpaired" if found.num_paired is None else f"paired, {found.num_paired} questions"
+    return [_full_name(pair[0], found.name), run, *values, _interval_cell(found.difference, sign="+"), result, test]
+
+
+def _verdict(found: Comparison, pair: Sequence[Evaluation], runs: Sequence[str]) -> str:
+    """Return a sentence on a score of two runs: both values, the difference and the test."""
+    first, second = (
+        f"{run} ({shown_interval(one)})" for run, one in zip(runs, (found.first, found.second), strict=True)
+    )
+    name = _full_name(pair[0], found.name)
+    if not found.is_clear:
+        result = f"{name}: {second} and {first} cannot be distinguished"
+    else:
+        result = f"{name}: {second} is {'better' if found.difference.low > 0 else 'worse'} than {first}"
+    difference = shown_interval(found.difference, sign="+")
+    return f"{result}; difference {difference}, {_test(found, pair)}.{_few_questions(pair)}"
+
+
+def _test(found: Comparison, pair: Sequence[Evaluation]) -> str:
+    """Return the test in words, with the questions of both runs where they differ."""
+    sets = [{*one.scores.questions} for one in pair]
+    iterations = " and ".join(str(step) for step in dict.fromkeys(one.step for one in reversed(pair)))
+    ends = f", after {iterations} iterations"
+    if sets[0] == sets[1]:
+        return f"paired bootstrap over {len(sets[0])} questions{ends}"
+    shared = f"{len(sets[0] & sets[1])} of {len(sets[1])} and {len(sets[0])} questions are the same"
+    if found.num_paired is None:
+        return f"unpaired bootstrap, since the questions differ: {shared}{ends}"
+    return f"paired bootstrap over the common questions, since others differ: {shared}{ends}"
+
+
+def _few_questions(evaluations: Iterable[Evaluation]) -> str:
+    """Return a further sentence for evaluations with few questions."""
+    has_few = any(len(one.scores.questions) < MIN_QUESTIONS for one in evaluations)
+    return f" With fewer than {MIN_QUESTIONS} questions, intervals are too narrow." if has_few else ""
+
+
+def _full_name(evaluation: Evaluation, score: str) -> str:
+    """Return the name of a score's metric."""
+    stage, loader, index = evaluation.name.partition(_LOADER)
+    return f"{stage}/{score}{loader}{index}"
+
+
+def shown_interval(score: ScoreInterval, *, sign: str = "") -> str:
+    """Return a score with its interval, ``0.62 (0.55 to 0.69)``; with the sign "+", that of positive numbers as well.
+
+    >>> shown_interval(ScoreInterval(0.62, 0.551, 0.694)), shown_interval(ScoreInterval(0.1, -0.02, 0.22), sign="+")
+    ('0.62 (0.551 to 0.694)', '+0.1 (-0.02 to +0.22)')
+    """
+    value, low, high = (f"{one:{sign}.3g}" for one in score)
+    return f"{value} ({low} to {high})"
+
+
+def _interval_cell(score: ScoreInterval, *, sign: str = "") -> Json:
+    return {"value": score.value, "text": shown_interval(score, sign=sign)}
