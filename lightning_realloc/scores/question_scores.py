@@ -22,6 +22,8 @@ from lightning_realloc.errors import ConfigError
 Values = NDArray[np.float64]
 ACCURACY, NUM_QUESTIONS = "accuracy", "num_questions"
 """Names of the share of right responses, and of the number of questions."""
+MAX_RESPONSES = 1 << 16
+"""Largest number of responses to a question that is read; binomial coefficients of more take seconds."""
 _LOADER = "/dataloader_idx_"
 
 
@@ -132,8 +134,12 @@ class QuestionScores:
             ks=tuple(map(int, content["ks"])),
             majority=majority,
         )
-        if not all(0 <= right <= n and n for n, right in zip(found.num_responses, found.num_right, strict=True)):
-            raise ValueError("questions have more right responses than responses")
+        counts = zip(found.num_responses, found.num_right, strict=True)
+        if not all(0 <= right <= n and 1 <= n <= MAX_RESPONSES for n, right in counts):
+            raise ValueError(f"questions must have 1 to {MAX_RESPONSES} responses, some of them right")
+        shares = [one for column in majority.values() for one in column if not math.isnan(one)]
+        if min((*found.ks, *majority, 1)) < 1 or not all(0 <= one <= 1 for one in shares):
+            raise ValueError("maj@k of questions must be shares, for k of at least 1")
         return found
 
 

@@ -99,7 +99,10 @@ def test_questions_count_alike_whatever_their_order_and_keep_their_scores_in_jso
     stored = json.loads(json.dumps(scores.to_json(), allow_nan=False))
     assert repr(QuestionScores.from_json(stored)) == repr(scores)
     assert math.isnan(scores.majority[4][1]), "three responses have no maj@4"
-    broken = [{"right": [9] * 6}, {"responses": [1]}, {"questions": ["q"] * 6}, {"majority": {"2": [1.0]}}]
+    broken = [
+        {"right": [9] * 6}, {"responses": [1]}, {"questions": ["q"] * 6}, {"majority": {"2": [1.0]}},
+        {"responses": [10**9] * 6}, {"ks": [0]}, {"majority": {"-2": [1.0] * 6}}, {"majority": {"2": [1e300] * 6}},
+    ]  # fmt: skip
     for one in broken:
         with pytest.raises(ValueError, match="questions"):
             QuestionScores.from_json(stored | one)

@@ -35,6 +35,8 @@ MAX_ROLLOUTS = 2000
 """Samples of a report, the newest; more make a larger page."""
 MAX_ROLLOUT_CHARACTERS = 3_000_000
 """Characters of all samples of a report; more make a larger page."""
+MAX_EVALUATIONS = 50
+"""Validations and tests on different loaders whose scores are shown; each takes a bootstrap."""
 MAX_CONFIG_BYTES = 1 << 20
 """Largest configuration that is read; parsing YAML of this size takes seconds."""
 BROKEN_CONTENT = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError)
@@ -145,7 +147,8 @@ class RunFolderReader:
         followed.update()
         problems += filter(None, [followed.problem])
         begin_s = -math.inf if record is None else record.sessions[0].started.unix_s
-        return {one.name: one for one in followed.items if one.unix_s >= begin_s}
+        found = {one.name: one for one in followed.items if one.unix_s >= begin_s}
+        return dict(list(found.items())[:MAX_EVALUATIONS])
 
     def _read_times(self, record: RunRecord, problems: list[str]) -> RankTime | None:
         try:

@@ -16,6 +16,7 @@ from tests.report.runs.folders import (
     HOSTILE,
     content_of,
     log_metrics,
+    log_scores,
     run_with,
     section_of,
     table_of,
@@ -61,6 +62,27 @@ def test_scripts_in_prompts_and_names_stay_texts(tmp_path: Path) -> None:
     assert json.loads(page.scripts[0]) == data
     assert table_of(data, "rollouts", "rollouts")["rows"][0] == ["1", HOSTILE]
     assert "<" not in markdown_report(data)
+
+
+def test_scores_of_other_types_leave_a_report(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    folder = write_run(tmp_path)
+    log_scores(folder, HOSTILE, {HOSTILE: 1.0}, seed=0)
+    path = _log(folder) / "record" / "scores.jsonl"
+    (line,) = path.read_text().splitlines()
+    content = json.loads(line)
+    others = [
+        {"responses": [10**400]}, {"responses": "4"}, {"questions": 3}, {"ks": [10**400]}, {"majority": []},
+        {"name": ["val"], "ks": ["x"]}, {"unix_s": None}, {"right": [float("nan")]}, {"step": float("inf")},
+    ]  # fmt: skip
+    path.write_text("\n".join([line, *(json.dumps(content | other) for other in others), ""]))
+
+    data = page_data(read_run_folder(folder), [read_run_folder(folder)])
+
+    assert any("scores.jsonl has" in problem for problem in data["problems"])
+    assert table_of(data, "learning", "scores")["rows"][0][0] == f"{HOSTILE}/accuracy"
+    assert table_of(data, "comparison", "compared-scores")["rows"][0][5] == "cannot be distinguished"
+    assert _Elements(render_page(data)).tags.count("script") == 7 and "<" not in markdown_report(data)
 
 
 def test_placeholders_of_the_template_in_a_run_are_texts() -> None:
