@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from lightning_realloc.algorithms.reward_model import RewardModel as RewardModel
     from lightning_realloc.algorithms.rloo import RLOO as RLOO
     from lightning_realloc.algorithms.rollout.accuracy import Accuracy as Accuracy
+    from lightning_realloc.algorithms.rollout.conversations.partner_roles import ActorAverage as ActorAverage
     from lightning_realloc.algorithms.rollout.dynamic_sampling import DynamicSampling as DynamicSampling
-    from lightning_realloc.algorithms.rollout.partner_roles import ActorAverage as ActorAverage
     from lightning_realloc.algorithms.rollout.policy_gradient import PolicyGradient as PolicyGradient
     from lightning_realloc.algorithms.rollout.reward_sources import StopProperly as StopProperly
     from lightning_realloc.algorithms.rollout.token_advantages import GAE as GAE

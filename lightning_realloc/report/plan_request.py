@@ -12,7 +12,7 @@ import yaml
 
 from lightning_realloc.algorithms import PolicyGradient
 from lightning_realloc.algorithms.base.adapters import AdapterSource
-from lightning_realloc.algorithms.rollout.partner_roles import has_own_model
+from lightning_realloc.algorithms.rollout.conversations.partner_roles import has_own_model
 from lightning_realloc.algorithms.rollout.reward_sources import is_further
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_realloc.algorithms.rollout.dialogues import EpisodeDialogues, dialogues_of
+from lightning_realloc.algorithms.rollout.conversations.dialogues import EpisodeDialogues, dialogues_of
 from lightning_realloc.environments import MessageEnvironment, StepResult, ToolEnvironment
 from lightning_realloc.environments.environment_factory import EnvironmentFactory, is_message_source
 from lightning_realloc.environments.tool_environment import plain_environment

@@ -18,7 +18,7 @@ from transformers import ProcessorMixin
 
 from lightning_realloc import Conversation, MessageEnvironment, PromptDataModule, SamplingParams, StepResult
 from lightning_realloc.algorithms.base.rollout_columns import judged_responses, rollout_of
-from lightning_realloc.algorithms.rollout.dialogues import EpisodeDialogue
+from lightning_realloc.algorithms.rollout.conversations.dialogues import EpisodeDialogue
 from lightning_realloc.batch.model_input import joined_inputs
 from lightning_realloc.batch.packing import pack
 from lightning_realloc.batch.samples import Samples, answer_inputs, model_inputs

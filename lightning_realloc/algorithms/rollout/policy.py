@@ -21,23 +21,23 @@ from lightning_realloc.algorithms.base.rollout_columns import (
 )
 from lightning_realloc.algorithms.losses.loss_reduction import LossAverage, averaged_loss
 from lightning_realloc.algorithms.rollout.accuracy import Accuracy
-from lightning_realloc.algorithms.rollout.dialogues import (
+from lightning_realloc.algorithms.rollout.conversations.dialogues import (
     EpisodeDialogues,
     ToolSource,
     dialogues_of,
     processor_finder,
 )
-from lightning_realloc.algorithms.rollout.final_answers import adding_answers
-from lightning_realloc.algorithms.rollout.partial_rollouts import BudgetedRollout, PartialRollouts
-from lightning_realloc.algorithms.rollout.partner_roles import (
+from lightning_realloc.algorithms.rollout.conversations.partner_roles import (
     PartnerRoles,
     PartnerSource,
     eos_tokens,
     has_own_model,
     with_partners,
 )
+from lightning_realloc.algorithms.rollout.conversations.token_environment import EnvironmentSource
+from lightning_realloc.algorithms.rollout.final_answers import adding_answers
+from lightning_realloc.algorithms.rollout.partial_rollouts import BudgetedRollout, PartialRollouts
 from lightning_realloc.algorithms.rollout.response_parts import PartColumns, part_columns_of
-from lightning_realloc.algorithms.rollout.token_environment import EnvironmentSource
 from lightning_realloc.algorithms.settings import Unpack, check_minibatches, check_type
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Divided, Samples

@@ -20,7 +20,7 @@ from lightning_realloc.algorithms.base.role import Role
 from lightning_realloc.algorithms.base.rollout_columns import response_summary, reward_columns, reward_summary
 from lightning_realloc.algorithms.base.vocabulary import require_same_vocabulary
 from lightning_realloc.algorithms.losses.functional import kl_estimate
-from lightning_realloc.algorithms.rollout.dialogues import EpisodeDialogues
+from lightning_realloc.algorithms.rollout.conversations.dialogues import EpisodeDialogues
 from lightning_realloc.algorithms.rollout.policy import PolicyModule, PolicySettings
 from lightning_realloc.algorithms.rollout.reward_sources import (
     RewardSource,

@@ -12,7 +12,7 @@ from jsonargparse import ArgumentParser
 
 from lightning_realloc import GAE
 from lightning_realloc.algorithms.base.rollout_columns import Dialogue, RowEnvironment, response_summary, rollout_of
-from lightning_realloc.algorithms.rollout.token_environment import (
+from lightning_realloc.algorithms.rollout.conversations.token_environment import (
     EnvironmentSource,
     import_environment,
     make_environment,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_realloc import GRPO, ActorAverage, OnPolicyDistillation, Role
 from lightning_realloc.algorithms.base.generation_options import GenerationOptions
-from lightning_realloc.algorithms.rollout.partner_roles import PartnerSource
+from lightning_realloc.algorithms.rollout.conversations.partner_roles import PartnerSource
 from lightning_realloc.batch.json_column import json_values
 from lightning_realloc.environments import StepResult
 from lightning_realloc.errors import ConfigError

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.algorithms.base.rollout_columns import Dialogue, RowEnvironment
-from lightning_realloc.algorithms.rollout.partner_roles import Speaker
-from lightning_realloc.algorithms.rollout.token_environment import (
+from lightning_realloc.algorithms.rollout.conversations.partner_roles import Speaker
+from lightning_realloc.algorithms.rollout.conversations.token_environment import (
     EnvironmentSource,
     import_environment,
     make_environment,
