@@ -195,6 +195,7 @@ class RowTables(ABC):
         shows = any(has_images(row.values, self.message_columns) for row in rows)
         processor = self.image_processor if shows or is_stream(self.data) else None  # later rows of a stream may show
         as_messages = shows or not rows[0].values.keys().isdisjoint(IMAGE_COLUMNS)
+        whole: set[int] | None = set() if self.check_pixels else None  # rows are read again to find all bad ones
 
         def shape(some: tuple[Row, ...]) -> tuple[Row, ...]:
             return self.shaped(
@@ -203,7 +204,7 @@ class RowTables(ABC):
                     self.message_columns,
                     processor,
                     as_messages=as_messages,
-                    check_pixels=self.check_pixels,
+                    whole=whole,
                     folder=folder_of(source),
                 )
             )

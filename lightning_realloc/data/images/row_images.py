@@ -32,7 +32,7 @@ def readable_rows(
     processor: ImageProcessor | None,
     *,
     as_messages: bool = False,
-    check_pixels: bool = False,
+    whole: set[int] | None = None,
     folder: Path | None = None,
 ) -> tuple[Row, ...]:
     """Return rows with text as the content of messages, or with their images as by :func:`with_images`.
@@ -41,10 +41,10 @@ def readable_rows(
         processor: The model's processor of images; None for a model of text, and for data without images.
         as_messages: Whether a prompt that is text becomes a message also without images, because those of other rows
             do: reward functions then get one kind of prompt.
-        check_pixels: Whether to decode each image.
+        whole: Keys of images that could be decoded, to which others are added; None: none is decoded here.
     """
     read = () if processor is None else IMAGE_COLUMNS
-    read_file = partial(ImageFile.read, folder=folder, **({} if check_pixels else {"way_out": _WAY_OUT}))
+    read_file = partial(ImageFile.read, folder=folder, **({"way_out": _WAY_OUT} if whole is None else {}))
     made: list[Row] = []
     for row in rows:
         values: Mapping[str, Any] = row.values
@@ -55,8 +55,11 @@ def readable_rows(
                 opened = _with_message(values, message_columns) if as_messages else values
                 shown = {**opened, IMAGES: SampleImages((), processor)}
             values = {name: value for name, value in shown.items() if name == IMAGES or name not in IMAGE_COLUMNS}
-            for file in shown[IMAGES].files if check_pixels else ():
-                file.open()
+            if whole is not None:
+                for file in shown[IMAGES].files:
+                    if file.key not in whole:
+                        file.open()
+                        whole.add(file.key)
         made.append(Row(row.place, readable_values(values, message_columns, row.place, read=read)))
     return tuple(made)
 

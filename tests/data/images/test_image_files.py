@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections import Counter
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,21 @@ def test_damage_inside_a_file_is_found_at_the_start_if_pixels_are_checked() -> N
     with pytest.warns(UserWarning, match="left out 1 of 2 rows"):
         assert len(prompts(rows, check_pixels=True, bad_rows="drop").tables["train"]) == 1
     assert len(prompts(rows).tables["train"]) == 2
+
+
+def test_pixels_of_good_images_are_checked_once_though_bad_rows_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: Counter[int] = Counter()
+    open_image = ImageFile.open
+
+    def counting(file: ImageFile) -> Any:
+        opened[file.key] += 1
+        return open_image(file)
+
+    monkeypatch.setattr(ImageFile, "open", counting)
+    rows = [{"prompt": "what?", "image": encoded(noise(8 + number, 8))} for number in range(9)]
+    with pytest.raises(DataError, match="row 9 of the data set"):
+        prompts([*rows, {"prompt": "what?", "image": damaged()}], check_pixels=True)
+    assert sorted(opened.values())[:-1] == [1] * 9
 
 
 def test_a_file_that_changes_during_a_run_is_named(tmp_path: Path) -> None:
