@@ -16,7 +16,7 @@ from lightning_realloc.environments.message_environment import Message
 from lightning_realloc.environments.tool_environment import ToolEnvironment
 from lightning_realloc.environments.tools.arguments import CallError
 from lightning_realloc.environments.tools.tool import RESERVED_NAMES, Tool
-from lightning_realloc.environments.tools.tool_calls import content_parts
+from lightning_realloc.environments.tools.tool_calls import content_parts, shown_parts
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation.loop.asking import call
 from lightning_realloc.rewards.signatures import accepted
@@ -34,8 +34,9 @@ def has_trl_contract(found: object) -> bool:
 class TrlEnvironment(ToolEnvironment):
     """Environment that makes one of an object with TRL's contract.
 
-    Public methods are the tools, in the order of their names. The text that ``reset(**columns)`` returns, as a string
-    or in parts of a message, is appended to the last message of the prompt. ``get_reward()`` is asked once, at the end.
+    Public methods are the tools, in the order of their names. What ``reset(**columns)`` returns, a string or parts of a
+    message with texts and images, is appended to the last message of the prompt. ``get_reward()`` is asked once, at the
+    end.
 
     TRL constructs an object once and resets it often, so constructors may be slow, or connect to a server. An object
     without ``close`` is therefore given back at the end of its episode, unless one of its methods may still run.
@@ -65,10 +66,10 @@ class TrlEnvironment(ToolEnvironment):
         self._was_cancelled = False
 
     async def reset(self, row: Mapping[str, Any]) -> Sequence[Message] | None:
-        """Reset the object with the row's columns; return the prompt with its text, None if it has none.
+        """Reset the object with the row's columns; return the prompt with what it adds, None if it adds nothing.
 
         Raises:
-            ConfigError: for results other than text, such as images.
+            ConfigError: for results other than texts and images, such as sounds.
         """
         columns = {name: value for name, value in row.items() if name != self._control_column}
         said = await self._ask(self.wrapped.reset, **accepted(self.wrapped.reset, columns))
@@ -76,12 +77,15 @@ class TrlEnvironment(ToolEnvironment):
             return None
         name = f"{type(self.wrapped).__name__}.reset"
         try:
-            parts = [said] if isinstance(said, str) else content_parts(said)
+            parts: Sequence[str | Mapping[str, Any]] | None
+            parts = [said] if isinstance(said, str) else shown_parts(said) or content_parts(said)
         except CallError as problem:
-            raise ConfigError(f"{name} must return text: {problem}; describe the rest in words") from problem
+            raise ConfigError(
+                f"{name} must return texts and images: {problem}; describe the rest in words"
+            ) from problem
         if parts is None:
             raise ConfigError(
-                f"{name} must return text to append to the prompt, or None; it returned {repr(said)[:60]}"
+                f"{name} must return text or parts to append to the prompt, or None; it returned {repr(said)[:60]}"
             )
         return _appended(row.get("prompt"), parts)
 
@@ -118,14 +122,16 @@ def _methods(wrapped: object) -> list[Tool]:
     return [Tool.from_function(getattr(wrapped, name)) for name in names]
 
 
-def _appended(prompt: object, parts: Sequence[str]) -> list[Message]:
+def _appended(prompt: object, parts: Sequence[str | Mapping[str, Any]]) -> list[Message]:
     messages = as_message(prompt, True) or EMPTY_PROMPT
     if not is_conversation(messages):
         raise ConfigError(f"the row's prompt must be text or messages with 'role' and 'content'; it is {prompt!r:.80}")
     last = dict(messages[-1])
     content = last.get("content") or ""
-    if isinstance(content, str):
-        last["content"] = "".join([content, *parts])
+    texts = [part for part in parts if isinstance(part, str)]
+    if isinstance(content, str) and len(texts) == len(parts):
+        last["content"] = "".join([content, *texts])
     else:
-        last["content"] = [*content, *({"type": "text", "text": part} for part in parts)]
+        given = [content] if isinstance(content, str) else content
+        last["content"] = [{"type": "text", "text": p} if isinstance(p, str) else p for p in (*given, *parts) if p]
     return [*messages[:-1], last]

@@ -162,6 +162,39 @@ def test_a_reset_may_show_images(family: str, monkeypatch: pytest.MonkeyPatch) -
     check_against_transformers(family, model, rollout)
 
 
+class Looking:
+    """Object with TRL's contract whose ``reset`` shows an image after the row's question."""
+
+    def reset(self, **columns: Any) -> list[Any]:
+        """Show it, with a text."""
+        return [{**SHOWN, "image": drawn(4)}, {"type": "text", "text": "look"}]
+
+    def get_reward(self) -> float:
+        """Reward nothing."""
+        return 0.0
+
+
+@torch.no_grad()
+def test_a_reset_with_trls_contract_may_show_images() -> None:
+    def begun(environment: Any) -> list[Any]:
+        rollout, made = play("llava", environment)
+        assert "failure" not in [one.finish_reason for one in made]
+        return [(one.token_ids, one.extras["pixel_values"]) for one in model_inputs(rollout)]
+
+    class Same(Drawing):
+        def reset(self, row: Mapping[str, Any]) -> list[Any]:
+            super().reset(row)
+            *first, last = row["prompt"]
+            parts = (
+                last["content"] if isinstance(last["content"], list) else [{"type": "text", "text": last["content"]}]
+            )
+            return [*first, {**last, "content": [*parts, *Looking().reset()]}]
+
+    for (ids, pixels), (expected_ids, expected) in zip(begun(Looking), begun(Same), strict=True):
+        assert ids == expected_ids and torch.equal(pixels, expected)
+        assert len(pixels) > 0
+
+
 class Ending(Showing):
     """Ends with the second turn, in front of two images."""
 

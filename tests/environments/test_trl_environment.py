@@ -113,9 +113,9 @@ def test_a_reset_may_return_its_text_in_parts(prompt: Any, content: Any) -> None
     assert begun == [{"role": "user", "content": expected}]
 
 
-class Pictures(Counter):
+class Sounds(Counter):
     def reset(self, **columns: Any) -> Any:
-        return [{"type": "image", "image": b""}, {"type": "text", "text": " Describe it."}]
+        return [{"type": "audio", "audio": b""}, {"type": "text", "text": " Describe it."}]
 
 
 class Numbers(Counter):
@@ -141,10 +141,12 @@ class Undocumented:
 
 
 def test_objects_outside_the_contract_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"Numbers\.reset must return text to append to the prompt, or None; .* 7"):
+    with pytest.raises(
+        ConfigError, match=r"Numbers\.reset must return text or parts to append to the prompt, or None; .* 7"
+    ):
         asyncio.run(trl(Numbers()).reset({}))
-    with pytest.raises(ConfigError, match=r"Pictures\.reset must return text: .* of type image.*; describe the rest"):
-        asyncio.run(trl(Pictures()).reset({}))
+    with pytest.raises(ConfigError, match=r"Sounds\.reset must return texts and images: .* of type audio.*; describe"):
+        asyncio.run(trl(Sounds()).reset({}))
     with pytest.raises(ConfigError, match=r"Stepping has a method 'step'.*derive from MessageEnvironment.*rename"):
         trl(Stepping())
     with pytest.raises(ConfigError, match="'increment' cannot be described to the model"):
