@@ -89,5 +89,5 @@ def run_stale() -> None:
 
 
 def test_proximal_ratios_are_refused_if_generation_runs_ahead(workers: WorkerPool) -> None:
-    with pytest.raises(WorkerFailure, match="max_staleness=1 draws them from older weights"):
+    with pytest.raises(WorkerFailure, match="max_staleness=1 draws responses from older weights"):
         workers.run(run_stale, world_size=1, init_process_group=False)
