@@ -116,10 +116,9 @@ class InferCalls:
         Raises:
             ReallocError: naming the role and the samples.
         """
-        infinite = next((name for name, column in made.columns.items() if not is_finite(column)), None)
-        if infinite is None:
+        name = next((name for name, column in made.columns.items() if not is_finite(column)), None)
+        if name is None:
             return
-        name = infinite
         bad = [number for number in made.ids.tolist() if not is_finite(made.by_ids([number]).columns[name])]
         found = f"{name} of {call.role} are not finite for sample ids {bad[:8]} ({len(bad)} of {len(made)})"
         if call.role in self._context.pool.dataflow.trained_roles:
