@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from lightning_realloc.algorithms.losses.functional import token_ages
 from lightning_realloc.batch.json_column import json_values
 from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.batch.samples import (
@@ -226,12 +227,13 @@ def age_columns(completions: Sequence[Completion], iteration: int) -> Mapping[st
     ``versions`` ragged int64 of the response tokens: iterations of training; ``token_ages`` (B,) int64: the sum of the
     ages of the tokens that the model sampled, in iterations before ``iteration``; ``oldest_ages`` (B,): the largest.
     """
-    pairs = (zip(c.versions, c.model_mask, strict=True) for c in completions)
-    ages = [[iteration - version for version, chosen in pair if chosen] for pair in pairs]
+    versions = Ragged.from_list([c.versions for c in completions], dtype=torch.int64)
+    mask = Ragged.from_list([c.model_mask for c in completions], dtype=torch.bool)
+    sums, oldest = token_ages(versions, mask, iteration)
     return {
-        "versions": Ragged.from_list([c.versions for c in completions], dtype=torch.int64),
-        TOKEN_AGES: torch.tensor(list(map(sum, ages)), dtype=torch.int64),
-        OLDEST_AGES: torch.tensor([max(row, default=0) for row in ages], dtype=torch.int64),
+        "versions": versions,
+        TOKEN_AGES: sums,
+        OLDEST_AGES: oldest,
     }
 
 

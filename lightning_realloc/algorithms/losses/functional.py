@@ -178,6 +178,17 @@ def sequence_sums(values: Ragged) -> Tensor:
     return values.values.new_zeros(len(values)).index_add(0, owner, values.values)
 
 
+def token_ages(versions: Ragged, mask: Ragged | None, iteration: int) -> tuple[Tensor, Tensor]:
+    """Return (B,) the sum and the largest of the ages of each response's tokens in the ``mask``; None: of all tokens.
+
+    An age is ``iteration`` less the token's version.
+    """
+    ages = iteration - versions.values
+    counted = Ragged(ages if mask is None else ages * mask.values, versions.lengths)
+    largest = [max(row.tolist(), default=0) for row in counted.split()]
+    return sequence_sums(counted), torch.tensor(largest, dtype=torch.int64)
+
+
 def sequence_mean_sum(values: Tensor, mask: Tensor, sample_index: Tensor, num_sequences: int) -> Tensor:
     """Return the sum over sequences of the mean of their kept values; a sequence without any counts 0.
 

@@ -19,7 +19,7 @@ from lightning_realloc.algorithms.base.rollout_columns import (
     model_mask,
     rollout_of,
 )
-from lightning_realloc.algorithms.losses.functional import sequence_sums
+from lightning_realloc.algorithms.losses.functional import token_ages
 from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.batch.samples import (
     ANSWER_INPUTS,
@@ -172,14 +172,8 @@ class BudgetedRollout:
 
     def _with_staleness(self, samples: Samples) -> Samples:
         """Add the sum and the largest of the ages of each sample's tokens of the model, in iterations."""
-        versions, mask = samples.ragged("versions"), model_mask(samples)
-        ages = self.iteration - versions.values
-        if mask is not None:
-            ages = ages * mask.values
-        oldest = torch.tensor([max(row.tolist(), default=0) for row in Ragged(ages, versions.lengths).split()])
-        return samples.with_columns(
-            stale_tokens=sequence_sums(Ragged(ages, versions.lengths)), **{OLDEST_AGES: oldest.long()}
-        )
+        sums, oldest = token_ages(samples.ragged("versions"), model_mask(samples), self.iteration)
+        return samples.with_columns(stale_tokens=sums, **{OLDEST_AGES: oldest})
 
     def _group_of(self, samples: Samples) -> dict[int, int]:
         """Return sample id -> group that is trained on together: its prompt, or the sample itself."""
