@@ -168,6 +168,8 @@ class PolicyGradient(SurrogateModule):
         self.learn_truncated = learn_truncated
         self._refill = None if dynamic_sampling is None else Refill(dynamic_sampling, group_size=self.sampling.n)
         self._signal = SignalWatch()
+        self._standardizes_batch = given(advantages, defaults.advantages) == "group_each"
+        """Whether advantages are standardized over the batch, and so need all of it."""
         self._rule = self._advantage_rule(advantages)
         self._check_loss()
 
@@ -181,7 +183,7 @@ class PolicyGradient(SurrogateModule):
         chosen = given(setting, self.defaults.advantages)
         if isinstance(chosen, str) and chosen in ADVANTAGES:
             check_group(self.sampling.n)
-        if chosen == "group_each":
+        if self._standardizes_batch:
             return partial(each_reward_advantages, weights=self._judges.weights)
         return None if chosen is None else resolve_advantages(chosen)
 
@@ -222,12 +224,11 @@ class PolicyGradient(SurrogateModule):
     def calls(self) -> tuple[ModelFunctionCall, ...]:
         """Return the calls without unused needs; advantages that are standardized over the batch need all of it."""
         unneeded = "compare" if self.kl.place == "loss" else "actor.train"
-        whole = isinstance(self._rule, partial) and self._rule.func is each_reward_advantages
         return tuple(
             replace(
                 call,
                 needs=tuple(name for name in call.needs if call.name != unneeded or name != "ref_logprobs"),
-                whole_batch=call.whole_batch or (whole and call.name == "compare"),
+                whole_batch=call.whole_batch or (self._standardizes_batch and call.name == "compare"),
             )
             for call in super().calls()
         )
