@@ -69,7 +69,7 @@ class MarkingRule(EntropyRule, ABC):
 @suggest_settings(ENTROPY_HINTS)
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveEntropy(EntropyRule):
-    """Entropy bonus whose weight grows while the entropy is at most ``target``, and shrinks above; then it is 0.
+    """Entropy bonus whose weight grows while the entropy is at most ``target``. Above, it is off and shrinks.
 
     Source: He et al., arXiv:2505.22312 (Skywork-OR1), §3.4.
     """
@@ -93,7 +93,7 @@ class AdaptiveEntropy(EntropyRule):
 @suggest_settings(ENTROPY_HINTS)
 @dataclass(frozen=True, kw_only=True)
 class ClipCov(MarkingRule):
-    """No loss of some tokens that lower the entropy most: drawn among covariances between ``low`` and ``high``.
+    """Leave some tokens out of the loss, drawn among those with covariances between ``low`` and ``high``.
 
     The covariance of a token is ``(log p - mean log p) * (A - mean A)``. Source: Cui et al., arXiv:2505.22617, §4.2.
     """
