@@ -189,6 +189,7 @@ def resume(folder: Path) -> None:
         trainer.save_checkpoint(folder / name)
 
 
+@pytest.mark.exhaustive  # averages of every layout: above
 def test_averages_are_resumed_in_another_layout(workers: WorkerPool, tmp_path: Path) -> None:
     workers.run(resume, tmp_path, world_size=2, init_process_group=False, deadline_s=90.0)
     straight, resumed, half = (

@@ -46,18 +46,14 @@ OPTIONAL = {"quantization_config=": "bitsandbytes", "MLFlowLogger(": "mlflow", "
 """Text of a block -> package without which it is left out: those that are in no extra of the tests."""
 
 
-SLOW = (
-    "docs/algorithms.md", "docs/coming-from-openrlhf.md", "docs/coming-from-trl.md", "docs/expert-routing.md",
-    "docs/lora.md", "docs/metrics.md", "docs/online-algorithms.md", "docs/partners.md", "docs/policy-loss.md",
-    "docs/preferences.md",
-)  # fmt: skip
-"""Pages whose examples run for a second or more, on settings and methods that tests of their own guard."""
+FIRST = ("README.md", "docs/start.md", "docs/training.md", "docs/agents.md", "docs/data.md", "docs/own-algorithm.md")
+"""Pages whose examples `make test` runs; `make test-all` runs those of all."""
 
 
 def has_examples(language: str) -> Any:
     """Parametrize a test by the pages that have code in one language."""
     pages = [page for page in PAGES if examples(page, language)]
-    return pytest.mark.parametrize("page", matrix(pages, *(page for page in pages if page not in SLOW)))
+    return pytest.mark.parametrize("page", matrix(pages, *(page for page in pages if page in FIRST)))
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,6 @@ NAMES = (
     "pipeline", "context_parallel",
 )  # fmt: skip
 CONFIGS = [ROOT / f"examples/{name}.yaml" for name in NAMES]
-BOUNDARIES = [config for config in CONFIGS if config.stem == "dapo"]
 REWARD = "tests.strategies.runs:low_tokens"
 """A reward that random weights earn; otherwise dynamic sampling and best-of-n would never fill a batch."""
 
@@ -55,13 +54,12 @@ def trained(workers: WorkerPool, tmp_path_factory: pytest.TempPathFactory, reque
     LlamaForCausalLM(sorting.tiny_llama()).save_pretrained(folder / "runs/demo/random")
     sorting.byte_tokenizer().save_pretrained(folder / "runs/demo/random")
     configs = [str(config) for config in selected(request, "config")]
-    world_size = 1 if configs == [str(config) for config in BOUNDARIES] else 2  # plans of some others have two ranks
-    workers.run(fit, str(folder), configs, world_size=world_size, init_process_group=False, deadline_s=170.0)
+    workers.run(fit, str(folder), configs, world_size=2, init_process_group=False, deadline_s=170.0)
     return folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", matrix(CONFIGS, *BOUNDARIES), ids=lambda config: config.stem)
+@pytest.mark.parametrize("config", matrix(CONFIGS), ids=lambda config: config.stem)
 def test_a_configuration_trains_and_writes_the_actor(trained: Path, config: Path) -> None:
     actor = "random" if config.stem == "distillation" else "warm"
     before, after = (

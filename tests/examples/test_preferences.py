@@ -49,7 +49,7 @@ def fit_from_yaml(folder: str, name: str) -> None:
     cli.run(sys.argv[1:])
 
 
-@pytest.mark.parametrize("name", matrix(LOGGED, "dpo"))
+@pytest.mark.parametrize("name", matrix(LOGGED))
 def test_the_configuration_trains_validates_and_writes_the_model(
     name: str, workers: WorkerPool, tmp_path: Path
 ) -> None:

@@ -170,6 +170,7 @@ def test_planning_7b_on_64_ranks_takes_under_a_second(cluster: ClusterSpec | Non
         assert time.process_time() - begin < 1.0
 
 
+@pytest.mark.exhaustive  # sizes of plans: above
 def test_planning_70b_on_256_ranks_takes_under_eight_seconds() -> None:
     cluster = ClusterSpec.parse("h100:32x8")
     for source, target in (("fsdp256", "dp32.tp8"), ("fsdp32.tp8", "dp32.tp8")):

@@ -27,7 +27,7 @@ PLANS = {
 SEEDS: tuple[tuple[list[int], ...], ...] = (([], [1], [2], [3, 4, 5]), ([], [], [], [6]))
 """Seeds of the images of each prompt in each batch."""
 CASES = [(family, plan) for family in VISION_FAMILIES for plan in PLANS]
-FEW = [("qwen2_5_vl", "pp"), ("gemma3", "tp"), ("smolvlm", "fsdp")]
+FEW = [("qwen2_5_vl", "pp"), ("gemma3", "tp")]
 
 
 class BatchesWithImages(Batches):

@@ -103,6 +103,7 @@ def grpo_alone(workers: WorkerPool) -> Outcome:
     return one
 
 
+@pytest.mark.exhaustive  # SFT on as many: above; GRPO on four: below
 def test_grpo_gives_the_same_results_on_1_2_and_4_ranks(workers: WorkerPool, grpo_alone: Outcome) -> None:
     assert grpo_alone.tokens[0] != grpo_alone.tokens[1]
     assert len({len(response) for response in grpo_alone.tokens[0]}) > 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ from lightning_realloc.runtime.model.structure import TrainVision
 from lightning_realloc.runtime.parallel.packed_forward import packed_logits, sequence_scores
 from lightning_realloc.strategies.checkpoints.hf_folder import write_running_model
 from tests.algorithms.test_weights_in_files import assert_same, both
-from tests.matrices import matrix
+from tests.matrices import crossed, matrix
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies.peft.peft_runs import LORA
 from tests.vision_models import (
@@ -50,6 +51,11 @@ PARTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "idefics3": ("model.vision_model.", ("model.connector.",)),
 }
 """Beginnings of the names of the tower's parameters, and of the projector's, which may be among them."""
+FEW = ("qwen2_5_vl", "llava", "gemma3")
+"""A tower with names of its own, a separate one, and one whose tokens see each other."""
+EXCLUDED: tuple[dict[str, Any], ...] = (
+    {}, {"exclude_modules": ["down_proj"]}, {"exclude_modules": r".*\.down_proj"}
+)  # fmt: skip
 TASKS: tuple[Task, ...] = ("token_classification", "sequence_classification")
 
 
@@ -82,7 +88,7 @@ def packed_prompts(family: str) -> tuple[list[tuple[list[int], dict[str, Tensor]
     return prompts, pack(Samples(torch.arange(len(prompts)), columns))
 
 
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize("family", matrix(VISION_FAMILIES, *FEW))
 def test_a_folder_loads_with_its_tower_and_is_written_back_bit_for_bit(family: str, tmp_path: Path) -> None:
     model = tiny_vision_model(family)
     model.save_pretrained(tmp_path / "given")
@@ -120,7 +126,7 @@ def test_a_surplus_block_of_a_tower_is_refused(tmp_path: Path) -> None:
         Role(name="actor", source=tmp_path, trained=True).build(seed=0)
 
 
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize("family", matrix(VISION_FAMILIES, *FEW))
 def test_a_config_gives_the_model_with_its_tower(family: str) -> None:
     whole, deferred = both(Role(name="actor", source=vision_config(family), trained=True))
     assert_same(whole, deferred)
@@ -128,9 +134,9 @@ def test_a_config_gives_the_model_with_its_tower(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "task"), matrix([(family, task) for family in VISION_FAMILIES for task in TASKS],
-                               *[(family, TASKS[0]) for family in VISION_FAMILIES], ("gemma3", TASKS[1])),
-)  # fmt: skip
+    ("family", "task"),
+    matrix(itertools.product(VISION_FAMILIES, TASKS), *((family, TASKS[0]) for family in FEW), ("gemma3", TASKS[1])),
+)
 @torch.no_grad()
 def test_scores_equal_those_of_a_head_on_the_backbone_of_transformers(family: str, task: Task, tmp_path: Path) -> None:
     language_model: Any = tiny_vision_model(family)
@@ -148,8 +154,7 @@ def test_scores_equal_those_of_a_head_on_the_backbone_of_transformers(family: st
     torch.testing.assert_close(found, torch.cat(expected), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "llava", "gemma3", "smolvlm"])
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(("family", "task"), crossed(["qwen2_vl", "llava", "gemma3", "smolvlm"], TASKS))
 def test_a_classifier_is_made_of_a_module_written_and_read_again(family: str, task: Task, tmp_path: Path) -> None:
     model = tiny_vision_model(family)
     scorer = Role(name="reward", source=model, trained=True, task=task).build(seed=1)
@@ -169,7 +174,7 @@ def test_a_classifier_is_made_of_a_module_written_and_read_again(family: str, ta
         Role(name="actor", source=tmp_path, trained=True).build(seed=0)
 
 
-@pytest.mark.parametrize("family", VISION_FAMILIES)
+@pytest.mark.parametrize("family", matrix(VISION_FAMILIES, *FEW))
 def test_the_chosen_parts_are_trained_of_models_that_are_built_here(family: str) -> None:
     config = vision_config(family)
     choices: dict[TrainVision, set[str]] = {
@@ -197,8 +202,9 @@ def test_a_given_module_keeps_what_is_trained() -> None:
         assert parameter.requires_grad == (part_of("llava", name) != "projector"), name
 
 
-@pytest.mark.parametrize("family", VISION_FAMILIES)
-@pytest.mark.parametrize("given", [{}, {"exclude_modules": ["down_proj"]}, {"exclude_modules": r".*\.down_proj"}])
+@pytest.mark.parametrize(
+    ("family", "given"), matrix(itertools.product(VISION_FAMILIES, EXCLUDED), *zip(FEW, EXCLUDED, strict=True))
+)
 def test_adapters_are_of_the_chosen_parts(family: str, given: dict[str, Any]) -> None:
     model = tiny_vision_model(family)
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)} - {"lm_head"}

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
@@ -191,6 +192,7 @@ def displays() -> Mapping[str, dict[str, Any]]:
     return {**found, "validate": {"drawn": drawn, "runs": is_running(), "ran": False}}
 
 
+@pytest.mark.exhaustive  # the painter alone: below
 def test_bars_show_the_calls_on_rank_0_and_are_left_as_they_were(workers: WorkerPool) -> None:
     both, second = workers.run(displays, world_size=2, init_process_group=False)
     (alone,) = workers.run(displays_of_failures, world_size=1, init_process_group=False)

@@ -287,6 +287,7 @@ def _stop_often(budgets: Sequence[int]) -> list[tuple[int, ...]]:
     return found
 
 
+@pytest.mark.exhaustive  # on one rank: tests/generation/test_partial.py
 def test_questions_that_a_budget_cut_off_are_asked_again_at_home(workers: WorkerPool) -> None:
     alone = GenerationEngine(tiny_model("llama").double()).generate(
         PROMPTS, GREEDY, environment=_answer, conversation=ENDLESS

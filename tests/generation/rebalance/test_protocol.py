@@ -98,7 +98,7 @@ def alone() -> dict[int, Completion]:
     [
         pytest.param(None, 4, None, 2, marks=pytest.mark.exhaustive),
         pytest.param(None, 16, None, 3, marks=pytest.mark.exhaustive),
-        (Speculation(drafter="history", num_draft_tokens=3), 5, None, 2),
+        pytest.param(Speculation(drafter="history", num_draft_tokens=3), 5, None, 2, marks=pytest.mark.exhaustive),
         pytest.param(BLOCKS, 8, None, 2, marks=pytest.mark.exhaustive),
         pytest.param(None, 16, 90_000, 2, marks=pytest.mark.exhaustive),
         (BLOCKS, 8, 130_000, 3),
@@ -163,7 +163,7 @@ def _talk(max_cache_bytes: int | None) -> list[tuple[list[Completion], Migration
     return calls
 
 
-@pytest.mark.parametrize("max_cache_bytes", matrix([None, 60_000], 60_000), ids=["slots", "pages"])
+@pytest.mark.parametrize("max_cache_bytes", matrix([None, 60_000]), ids=["slots", "pages"])
 def test_conversations_move_between_and_within_turns(workers: WorkerPool, max_cache_bytes: int | None) -> None:
     engine = GenerationEngine(tiny_model("qwen3_moe"))
     engine.record_experts(True)
@@ -192,6 +192,7 @@ def _generate_while_shipments_are_late() -> list[tuple[list[Completion], Any]]:
         return _generate(None, 6, None, 2)
 
 
+@pytest.mark.exhaustive  # samples that move at random: above
 def test_samples_that_arrive_late_get_the_tokens_of_one_rank(workers: WorkerPool, alone: dict[int, Completion]) -> None:
     for call in zip(*workers.run(_generate_while_shipments_are_late, world_size=3), strict=True):
         made = {c.sample_id: c.token_ids for completions, _ in call for c in completions}

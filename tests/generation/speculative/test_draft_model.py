@@ -200,6 +200,7 @@ def test_nothing_is_learnt_from_a_generation_that_failed() -> None:
     assert any(not torch.equal(weight, before[name]) for name, weight in learnt.model.state_dict().items())
 
 
+@pytest.mark.exhaustive  # what it learns from: below
 def test_a_draft_model_that_learns_drafts_better_and_changes_no_token() -> None:
     small = tiny_model("llama", vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=1)
     before = {name: weight.clone() for name, weight in small.state_dict().items()}

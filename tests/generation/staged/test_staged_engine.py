@@ -61,9 +61,7 @@ def test_groups_share_a_bound_on_bytes_and_samples_that_lose_their_pages_are_rea
         assert 0 < stats.cache_bytes <= bound and stats.num_preemptions and stats.shared_prefill_tokens
 
 
-@pytest.mark.parametrize(
-    ("layouts", "bound"), matrix([("pp2@1,0", TWO), ("pp2@1,0 pp2.tp2@3,1,2,0 pp2.fsdp2", None)], ("pp2@1,0", TWO))
-)
+@pytest.mark.parametrize(("layouts", "bound"), matrix([("pp2@1,0", TWO), ("pp2@1,0 pp2.tp2@3,1,2,0 pp2.fsdp2", None)]))
 def test_a_draft_model_on_the_last_stage_follows_the_samples_of_each_group(
     workers: WorkerPool, layouts: str, bound: int | None
 ) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -171,6 +172,7 @@ def test_statistics_equal_those_of_one_process_and_no_rank_has_all_logits(
         assert taken == dict.fromkeys(taken, ([], 0))
 
 
+@pytest.mark.exhaustive  # whole logits: above
 @few_and_more(FEW, [name for name in TILED if name not in FEW])
 def test_tiles_equal_whole_logits_of_one_process(workers: WorkerPool, cases: list[str]) -> None:
     for answers in workers.run(_differences, [TILED[name] for name in cases], TILE_ROWS):

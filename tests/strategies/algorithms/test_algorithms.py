@@ -125,8 +125,8 @@ def fit(cases: Sequence[str]) -> dict[str, runs.Outcome]:
 
 
 EXHAUSTIVE = {
-    "dr_grpo", "gspo", "cispo", "rloo", "reinforce", "rloo_scored", "remax_scored", "online_dpo_lora", "distilled",
-    "distilled_lora", "adaptive", "gdpo",
+    "dr_grpo", "gspo", "rloo", "reinforce", "rloo_scored", "remax_scored", "online_dpo_lora", "distilled",
+    "distilled_lora", "adaptive", "gdpo", "marked", "reinforce_baseline", "cispo",
 }  # fmt: skip
 """Cases with settings that other cases, or faster tests, guard."""
 IN_PLANS = [f"{name} {layout}" for name in CASES for layout in ("fsdp", "pp")]

@@ -183,6 +183,7 @@ def play_without_prompts(environment: Any, rows: Any, limits: Mapping[str, int])
     return runs.train(module, "static", 1, data, **{"max_epochs": None, **limits}).logged  # type: ignore[arg-type]
 
 
+@pytest.mark.exhaustive  # on one rank: tests/algorithms/rollout/test_agents.py
 def test_an_environment_may_own_the_tasks(workers: WorkerPool) -> None:
     def run_of(*arguments: Any, **limits: int) -> list[dict[str, float]]:
         made: list[list[dict[str, float]]] = workers.run(
@@ -266,7 +267,6 @@ def converse(layout: str, mode: str, temperature: float) -> tuple[Outcome, float
             for case in itertools.product(LAYOUTS, MODES, (GREEDY, SAMPLED))
             if case[:2] != ("dp1", "plain") and (case[1] != "moves" or case[0] == "dp2.tp2")
         ],
-        ("tp2", "chunks", GREEDY),
     ),
 )
 def test_conversations_with_tools_are_the_same(workers: WorkerPool, layout: str, mode: str, temperature: float) -> None:

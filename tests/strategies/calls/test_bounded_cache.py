@@ -36,6 +36,7 @@ def test_iterations_give_the_same_results_with_a_bound_on_the_cache(workers: Wor
     assert all("preemptions/actor.generate" in step for step in bounded.logged)
 
 
+@pytest.mark.exhaustive  # on one rank: tests/generation/test_paged_engine.py
 def test_preemptions_are_counted_over_all_ranks(workers: WorkerPool) -> None:
     # Six samples of up to 68 tokens on each rank grow by up to five pages; the bound reserves two pages for each.
     sampling = SamplingParams(n=2, max_new_tokens=60, ignore_eos=True)

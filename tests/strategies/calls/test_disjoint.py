@@ -102,6 +102,7 @@ ROLES_APART = {
 """No rank has every role: the first one trains no actor, so of its optimizer it writes only settings."""
 
 
+@pytest.mark.exhaustive  # other plans: tests/strategies/checkpoints
 def test_a_run_resumes_if_no_rank_has_every_role_and_under_another_plan(workers: WorkerPool, tmp_path: Path) -> None:
     straight = Part(
         {"calls": ROLES_APART}, 4, save=tmp_path / "straight", save_at=(2,), algorithm="ppo", optimizer="sgd"

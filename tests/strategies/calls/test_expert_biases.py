@@ -135,6 +135,7 @@ def test_rollouts_and_ranks_see_the_biases_of_one_rank(workers: WorkerPool, fami
             torch.testing.assert_close(biases, expected, rtol=0, atol=0)
 
 
+@pytest.mark.exhaustive  # buffers of other models: tests/strategies/checkpoints
 def test_a_resumed_run_has_the_same_biases(workers: WorkerPool, tmp_path: Path) -> None:
     whole, resumed = (
         workers.run(partial(_resumed, stops=stops), str(tmp_path), world_size=2, init_process_group=False)

@@ -105,13 +105,10 @@ def test_ppo_gives_the_same_results_from_chunks(workers: WorkerPool, world_size:
         assert [set(logged) for logged in hidden] == [fused, fused]
 
 
+@pytest.mark.exhaustive  # moving samples: test_sample_reallocation.py; chunks: above
 @pytest.mark.parametrize(
     "settings",
-    [
-        pytest.param({}, marks=pytest.mark.exhaustive),
-        {"generation": GenerationOptions(sample_reallocation=True)},
-        pytest.param({"engine": "hf"}, marks=pytest.mark.exhaustive),
-    ],
+    [{}, {"generation": GenerationOptions(sample_reallocation=True)}, {"engine": "hf"}],
     ids=["alone", "moving samples", "hf"],
 )
 def test_grpo_gives_the_same_results_from_chunks(workers: WorkerPool, settings: dict[str, Any]) -> None:

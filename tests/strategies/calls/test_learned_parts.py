@@ -129,6 +129,7 @@ def straight_and_resumed(folder: str) -> list[Learnt]:
     return [fitted(save=(2, path)), fitted(resume=path)]
 
 
+@pytest.mark.exhaustive  # whole turns: above
 def test_turns_that_continue_in_the_next_iteration_are_read_as_a_whole(workers: WorkerPool, tmp_path: Path) -> None:
     straight, resumed = workers.run(straight_and_resumed, str(tmp_path), world_size=2, init_process_group=False)[0]
     assert straight.logged[1]["carried_samples"] > 0

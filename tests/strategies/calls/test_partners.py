@@ -77,7 +77,7 @@ def test_every_layout_gives_the_talks_of_one_rank(workers: WorkerPool, partner: 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"strategy": {"generation_chunks": 3}},
+        pytest.param({"strategy": {"generation_chunks": 3}}, marks=pytest.mark.exhaustive),
         pytest.param({"generation": GenerationOptions(max_cache_bytes=1 << 16)}, marks=pytest.mark.exhaustive),
         pytest.param({"strategy": {"max_staleness": 1}}, marks=pytest.mark.exhaustive),
     ],
@@ -87,6 +87,7 @@ def test_other_modes_change_no_talk(workers: WorkerPool, settings: dict[str, Any
     assert other.tokens[0] == plain.tokens[0]
 
 
+@pytest.mark.exhaustive  # of the engine: tests/generation/rebalance/test_home_conversations.py
 def test_a_sample_on_another_rank_reads_the_replies_of_its_home(workers: WorkerPool) -> None:
     plain = run(workers, "frozen", "dp2", 2)
     moved = run(workers, "frozen", "dp2", 2, generation=GenerationOptions(sample_reallocation="all"))

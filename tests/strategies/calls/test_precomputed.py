@@ -85,7 +85,6 @@ def both(name: str, plan: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     ("name", "plan"),
     matrix(
         [("dpo", 0), ("dpo", 1), ("dpo", 2), ("by rank", 0), ("kto", 1), ("kto from zero", 2)],
-        ("kto from zero", 2),
     ),
 )
 def test_a_precomputed_reference_gives_the_same_losses_and_is_freed(name: str, plan: int, workers: WorkerPool) -> None:

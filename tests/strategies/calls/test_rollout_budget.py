@@ -191,6 +191,7 @@ def test_samples_at_the_staleness_limit_are_finished_or_dropped(workers: WorkerP
     assert all(finished.all[sample_id] == tokens for sample_id, tokens in dropped.all.items() if sample_id < 36)
 
 
+@pytest.mark.exhaustive
 def test_every_iteration_has_a_sample_for_every_mini_batch(workers: WorkerPool) -> None:
     settings = {**budget(tokens=1), "train_options": TrainOptions(num_minibatches=4)}
     learnt = run(workers, "grpo", "dp2", 2, settings)

@@ -27,6 +27,7 @@ from tests.strategies.checkpoints.checkpoint_runs import Part, contents, differe
 from tests.workers import WorkerPool
 
 
+@pytest.mark.exhaustive  # a save that waits: test_checkpoint.py
 def test_a_run_resumed_from_a_background_save_is_the_straight_run(workers: WorkerPool, tmp_path: Path) -> None:
     plan = runs.calls(
         actor_generate="dp2", reference_infer="dp2", critic_infer="dp2", actor_train="fsdp2", critic_train="dp2"

@@ -150,6 +150,7 @@ def _resume_in_another_precision(folder: Path) -> tuple[list[float], list[list[f
     return _train(1e-2, 4, folder / "whole"), resumed
 
 
+@pytest.mark.exhaustive
 def test_a_run_resumes_in_another_precision(workers: WorkerPool, tmp_path: Path) -> None:
     whole, resumed = workers.run(_resume_in_another_precision, tmp_path, world_size=2, init_process_group=False)[0]
     for losses in resumed:

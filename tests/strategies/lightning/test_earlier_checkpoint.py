@@ -9,6 +9,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_realloc.strategies import ReallocStrategy
+from tests.matrices import matrix
 from tests.strategies import runs
 from tests.strategies.lightning.test_plain_module import Regression, rows
 
@@ -29,7 +30,7 @@ def _fit(folder: Path, steps: int, ckpt_path: str | None = None, *, plain: bool 
     return [str(one.message) for one in caught if "training starts from step 0" in str(one.message)]
 
 
-@pytest.mark.parametrize("ckpt_path", ["last", None])
+@pytest.mark.parametrize("ckpt_path", matrix(["last", None], "last"))
 def test_a_complete_checkpoint_is_named_that_the_run_does_not_continue(tmp_path: Path, ckpt_path: str | None) -> None:
     assert _fit(tmp_path, 1, "last") == []  # the first start of a job that is repeated
     assert _fit(tmp_path, 2, "last") == []  # continues
@@ -41,7 +42,7 @@ def test_a_complete_checkpoint_is_named_that_the_run_does_not_continue(tmp_path:
     assert warning.endswith(f"or --ckpt_path={newest}")
 
 
-@pytest.mark.parametrize("ckpt_path", ["last", None])
+@pytest.mark.parametrize("ckpt_path", matrix(["last", None], "last"))
 def test_a_plain_module_is_told_of_whole_files_that_it_could_continue(tmp_path: Path, ckpt_path: str | None) -> None:
     assert _fit(tmp_path, 1, "last", plain=True) == []
     assert _fit(tmp_path, 2, "last", plain=True) == []

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from pytest import MonkeyPatch
@@ -172,6 +173,7 @@ def _judge_compiled() -> tuple[int, bool]:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"], names["actor"] == names["reference"]
 
 
+@pytest.mark.exhaustive
 def test_compiled_training_is_measured_with_compiled_blocks(workers: WorkerPool) -> None:
     ((programs, is_shared),) = workers.run(_judge_compiled, world_size=1, init_process_group=False, deadline_s=120.0)
     assert programs > 0

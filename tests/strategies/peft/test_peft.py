@@ -57,7 +57,7 @@ def test_adapters_train_the_same_under_every_plan(workers: WorkerPool, cases: li
 
 
 @pytest.mark.exhaustive  # DoRA: test_peft_files.py
-@pytest.mark.parametrize("kind", ["use_rslora", "use_dora", "use_rslora use_dora"])
+@pytest.mark.parametrize("kind", matrix(["use_rslora", "use_dora", "use_rslora use_dora"], "use_rslora use_dora"))
 def test_other_kinds_of_adapters_train_the_same_under_every_plan(workers: WorkerPool, kind: str) -> None:
     settings = {"peft_config": {**LORA, **dict.fromkeys(kind.split(), True)}}
     plans = [

@@ -51,6 +51,7 @@ def _distance(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float
     return math.hypot(*(float((ours[name] - theirs[name]).norm()) for name in theirs if "lora_" in name))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("homes", matrix(["fsdp2", "dp2", "tp2 pp2"], "fsdp2"))
 def test_a_base_takes_half_the_bytes_and_losses_are_close_to_fp32(workers: WorkerPool, homes: str) -> None:
     ((expected, whole, weights),) = workers.run(fine_tune, ("dp1",), "32-true", world_size=1, init_process_group=False)[

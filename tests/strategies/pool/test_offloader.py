@@ -131,6 +131,7 @@ def fit_following(plans: list[Any], folder: Path) -> list[tuple[Any, Any]]:
     return found
 
 
+@pytest.mark.exhaustive  # an offloaded run: below
 def test_checkpoints_averages_and_other_plans_read_offloaded_weights(workers: WorkerPool, tmp_path: Path) -> None:
     plan = calls(actor_train="fsdp2", actor_generate="dp2", reference_infer="tp2")
     plans = [plan, {**plan, "offload": ["reference", "actor.optimizer"]}]
@@ -143,7 +144,7 @@ def test_checkpoints_averages_and_other_plans_read_offloaded_weights(workers: Wo
 
 
 @CPU_ALONE
-@pytest.mark.parametrize(("infer", "generate"), matrix([("dp2", "dp2"), ("tp2", "dp2")], ("tp2", "dp2")))
+@pytest.mark.parametrize(("infer", "generate"), matrix([("dp2", "dp2"), ("tp2", "dp2")]))
 def test_offloading_saves_the_predicted_memory(workers: WorkerPool, infer: str, generate: str) -> None:
     plan = calls(actor_train="fsdp2", actor_generate=generate, reference_infer=infer)
     found = {

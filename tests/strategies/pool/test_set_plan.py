@@ -130,6 +130,7 @@ def logged_losses(plan: Any, moves: Mapping[int, Any], stops: bool) -> tuple[lis
     return losses.logged, outcome.logged[-1]["actor/loss"]
 
 
+@pytest.mark.exhaustive  # losses under changing plans: above
 def test_every_iteration_logs_its_loss_once_whatever_plans_follow(workers: WorkerPool) -> None:
     on_all = calls(actor_train="dp2")
     on_first, on_second = (calls(actor_train=f"dp1@{rank}", actor_infer=f"dp1@{1 - rank}") for rank in (0, 1))

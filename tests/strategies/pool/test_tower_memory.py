@@ -145,9 +145,7 @@ CASES = [
 
 
 @CPU_ALONE
-@pytest.mark.parametrize(
-    ("family", "layout", "trained", "has_images"), matrix(CASES, ("qwen2_5_vl", "fsdp2", "all", True))
-)
+@pytest.mark.parametrize(("family", "layout", "trained", "has_images"), matrix(CASES))
 def test_peaks_are_predicted(
     workers: WorkerPool, family: str, layout: str, trained: TrainVision, has_images: bool
 ) -> None:

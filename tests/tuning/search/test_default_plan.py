@@ -104,7 +104,7 @@ def random_tasks(count: int) -> Iterator[PlanningTask]:
 
 def test_a_plan_that_fits_is_chosen_wherever_one_is_known_and_the_heuristic_one_where_it_fits() -> None:
     kept = replaced = refused = 0
-    for task in random_tasks(48):
+    for task in random_tasks(24):
         case, heuristic, limit, device = Case(task), own_heuristic(task), task.usable_bytes, task.memory_budget
         found = case.planned()
         assert found == case.planned() and found.heuristic == heuristic
@@ -122,12 +122,12 @@ def test_a_plan_that_fits_is_chosen_wherever_one_is_known_and_the_heuristic_one_
         assert fits or found.plan == heuristic
         assert (found.shortage is None) == fits
         replaced, refused = replaced + fits, refused + (not fits)
-    assert min(kept, replaced, refused) >= 6, (kept, replaced, refused)
+    assert min(kept, replaced, refused) >= 3, (kept, replaced, refused)
 
 
 def test_a_lower_bound_spares_forecasts_and_changes_no_choice() -> None:
     num_without = num_with = 0
-    for task in random_tasks(16):
+    for task in random_tasks(8):
         plain, bounded = Case(task), Case(task)
         model, world_size = (
             MemoryModel(task.dataflow, task.roles, task.settings, task.workload),
