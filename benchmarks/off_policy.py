@@ -1,8 +1,9 @@
 """Learning of the demo's GRPO from stale rollouts of an engine with noise, with each correction.
 
-Rank 0 generates up to four training steps ahead, and rank 1 trains. Gaussian noise on the engine's logits stands for an
-engine of other numerics: it changes which tokens are drawn, and the log-probabilities that are recorded. The first arm
-is on-policy and without noise. All arms start from the same warmed-up model, with several seeds.
+Rank 0 generates up to four training steps ahead, and rank 1 trains. The engine adds an error to the logits of each
+token, the same in every step, as an engine with rounded weights does: it changes which tokens are drawn, and the
+log-probabilities that are recorded. Held-out prompts are answered without it. The first arm is on-policy and without
+errors. All arms start from the same warmed-up model, with several seeds.
 
 Run ``python -m benchmarks.off_policy``.
 """
@@ -26,9 +27,9 @@ from lightning.pytorch.callbacks import Callback
 
 from benchmarks.harness import BenchmarkReport, make_parser
 from benchmarks.ranks import answers_of_ranks
-from benchmarks.staleness import NUM_LAST, PLAN
+from benchmarks.staleness import NUM_LAST, PLAN, held_out_after
 from examples import report as demo_report
-from examples.demo import Settings, make_grpo, make_prompts, warm_up, write_files
+from examples.demo import Settings, make_grpo, warm_up, write_files
 from lightning_realloc import GRPO, ReallocStrategy, TrainOptions
 
 MAX_STALENESS = 4
@@ -58,21 +59,19 @@ class Curve:
 
 
 class NoisyGRPO(GRPO):
-    """GRPO whose training rollouts come from logits with noise."""
+    """GRPO whose training rollouts come from logits with errors."""
 
     noise = 0.0
     """Standard deviation."""
 
     def roll_out(self, actor: Any, prompts: Any) -> Any:
-        """Generate from the noisy logits."""
+        """Generate from the logits with errors."""
         if not self.training_now or not self.noise:
             return super().roll_out(actor, prompts)
-        generator = torch.Generator().manual_seed(self.seed * 100_003 + self._strategy.iteration)
-
-        def disturb(module: Any, inputs: Any, logits: torch.Tensor) -> torch.Tensor:
-            return logits + self.noise * torch.randn(logits.shape, generator=generator)
-
-        hook = actor._model.get_output_embeddings().register_forward_hook(disturb)
+        head = actor._model.get_output_embeddings()
+        generator = torch.Generator().manual_seed(self.seed)  # the same errors in every iteration
+        errors = self.noise * torch.randn(head.out_features, generator=generator)
+        hook = head.register_forward_hook(lambda module, inputs, logits: logits + errors)
         try:
             return super().roll_out(actor, prompts)
         finally:
@@ -108,17 +107,9 @@ def run_arm(settings: Settings, arm: Mapping[str, Any] | None, *, noise: float, 
     model, watch = make_grpo(settings, partial(_made, {} if arm is None else arm, options)), Watch()
     calls = {name: PLAN.get(name, PLAN["actor.train"]) for name in (call.name for call in model.dataflow.model_calls)}
     strategy = ReallocStrategy(plan={"calls": calls}, max_staleness=0 if arm is None else MAX_STALENESS)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=settings.num_ranks, strategy=strategy, max_epochs=settings.epochs, logger=False,
-        callbacks=[watch], num_sanity_val_steps=0, limit_val_batches=0, enable_model_summary=False,
-        enable_checkpointing=False, enable_progress_bar=False, default_root_dir=settings.folder,
-    )  # fmt: skip
-    data = make_prompts(settings)
-    trainer.fit(model, data)
-    trainer.limit_val_batches = 1.0
-    (after,) = trainer.validate(model, data, verbose=False)
+    held_out = held_out_after(settings, model, strategy, watch)
     means = {name: fmean(values) for name, values in watch.metrics.items() if values}
-    return Curve(tuple(watch.rewards), after["val/reward"], means)
+    return Curve(tuple(watch.rewards), held_out, means)
 
 
 def _made(arm: Mapping[str, Any], options: TrainOptions, *args: Any, **settings: Any) -> GRPO:
@@ -167,7 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of data, weights and sampling")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS), help="corrections to run")
     parser.add_argument("--iterations", type=int, default=40, help="iterations of each run")
-    parser.add_argument("--noise", type=float, default=1.0, help="standard deviation of the noise on logits")
+    parser.add_argument("--noise", type=float, default=1.0, help="standard deviation of the errors of logits")
     parser.add_argument("--epochs", type=int, default=1, help="passes over each batch")
     parser.add_argument("--learning-rate", type=float, default=5e-4, help="learning rate of GRPO")
     options = parser.parse_args(arguments)

@@ -121,24 +121,30 @@ class Clock(Callback):
             self.idle.append(float(metrics.get("idle_share", 0.0)))
 
 
-def run_arm(settings: Settings, max_staleness: int) -> Curve:
-    """Train the warmed-up model. Collective over both ranks."""
-    model, clock = make_grpo(settings, SlowGRPO), Clock()
-    strategy = ReallocStrategy(plan={"calls": PLAN}, max_staleness=max_staleness)
+def held_out_after(settings: Settings, model: GRPO, strategy: ReallocStrategy, watch: Callback) -> float:
+    """Train on the demo's prompts, and return the share of held-out ones answered right then. Collective."""
     trainer = L.Trainer(
         accelerator="cpu", devices=settings.num_ranks, strategy=strategy, max_epochs=settings.epochs, logger=False,
-        callbacks=[clock], num_sanity_val_steps=0, limit_val_batches=0, enable_model_summary=False,
+        callbacks=[watch], num_sanity_val_steps=0, limit_val_batches=0, enable_model_summary=False,
         enable_checkpointing=False, enable_progress_bar=False, default_root_dir=settings.folder,
     )  # fmt: skip
     data = make_prompts(settings)
     trainer.fit(model, data)
-    weights = digest(strategy.full_weights("actor"))
     trainer.limit_val_batches = 1.0
     (after,) = trainer.validate(model, data, verbose=False)
+    return after["val/reward"]
+
+
+def run_arm(settings: Settings, max_staleness: int) -> Curve:
+    """Train the warmed-up model. Collective over both ranks."""
+    model, clock = make_grpo(settings, SlowGRPO), Clock()
+    strategy = ReallocStrategy(plan={"calls": PLAN}, max_staleness=max_staleness)
+    held_out = held_out_after(settings, model, strategy, clock)
+    weights = digest(strategy.full_weights("actor"))
     return Curve(
         tuple(clock.rewards),
         fmean(clock.staleness),
-        after["val/reward"],
+        held_out,
         clock.times[-1] - clock.times[0],
         fmean(clock.idle),
         weights,
