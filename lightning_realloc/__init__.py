@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from lightning_realloc.data.feedback import BinaryFeedbackDataModule as BinaryFeedbackDataModule
     from lightning_realloc.data.preferences import PreferenceDataModule as PreferenceDataModule
     from lightning_realloc.data.prompts import PromptDataModule as PromptDataModule
+    from lightning_realloc.data.sampling.curriculum import Curriculum as Curriculum
     from lightning_realloc.data.sources import DatasetSource as DatasetSource
     from lightning_realloc.data.steps import StepDataModule as StepDataModule
     from lightning_realloc.dataflow.dataflow import Dataflow as Dataflow

@@ -132,10 +132,10 @@ class Samples:
         }
         return self.with_columns(**columns)
 
-    def select(self, indices: Sequence[int] | Tensor) -> Samples:
-        """Return the samples at these positions, in this order."""
+    def select(self, indices: Sequence[int] | Tensor, *, ids: Tensor | None = None) -> Samples:
+        """Return the samples at these positions, in this order, under new ``ids`` if one is repeated."""
         rows = as_indices(indices, len(self))
-        return self._picked(rows, self.ids[rows])
+        return self._picked(rows, self.ids[rows] if ids is None else ids)
 
     def by_ids(self, ids: Sequence[int] | Tensor) -> Samples:
         """Return the samples with these ids, in this order; DataError if an id is absent."""

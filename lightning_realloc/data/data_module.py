@@ -33,7 +33,8 @@ from lightning_realloc.setting_hints import DATA_HINTS, SuggestsSettings, refuse
 
 log = logging.getLogger(__name__)
 
-_USE_WITHOUT_STREAMING = "give the rows without streaming, such as DatasetSource(..., split='train[:1000]')"
+USE_WITHOUT_STREAMING = "give the rows without streaming, such as DatasetSource(..., split='train[:1000]')"
+"""Way out of errors about settings that need all rows."""
 
 
 class RowDataModule(SuggestsSettings, RowTables, L.LightningDataModule):
@@ -121,7 +122,7 @@ class RowDataModule(SuggestsSettings, RowTables, L.LightningDataModule):
             if is_stream(data) and value != off:
                 raise DataError(
                     f"{name}={value} needs all rows, which a stream does not have yet; leave it out, or "
-                    f"{_USE_WITHOUT_STREAMING}"
+                    f"{USE_WITHOUT_STREAMING}"
                 )
         self.batch_size = batch_size
         self.val_data = val_data
@@ -161,21 +162,25 @@ class RowDataModule(SuggestsSettings, RowTables, L.LightningDataModule):
         """Return the training batches; in one run always the same loader, so that its epoch count continues."""
         loader = self._train_loader
         if loader is None:
-            loader = self._train_loader = BatchLoader(
-                self._table("train"),
-                batch_size=self.batch_size,
-                seed=self.seed,
-                shuffle=self.shuffle,
-                drop_last=self.drop_last,
-                group_size=self.group_size,
-                bucket_batches=self.bucket_batches,
-            )
+            loader = self._train_loader = self.make_loader()
         if isinstance(loader, StreamLoader):
             loader.epoch_batches = stream_epoch_batches(self.trainer)
         else:
             loader.shuffle = self.shuffle and not self._overfits
             loader.epoch_batches = epoch_batches(self.trainer, len(loader))
         return loader
+
+    def make_loader(self) -> BatchLoader:
+        """Return the loader of training batches from rows that were read."""
+        return BatchLoader(
+            self._table("train"),
+            batch_size=self.batch_size,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            drop_last=self.drop_last,
+            group_size=self.group_size,
+            bucket_batches=self.bucket_batches,
+        )
 
     def teardown(self, stage: str | None = None) -> None:
         """Stop reading a stream."""
@@ -257,7 +262,7 @@ class RowDataModule(SuggestsSettings, RowTables, L.LightningDataModule):
 
     def _table(self, split: str) -> Samples:
         if split == "train" and is_stream(self.data):
-            raise DataError(f"a stream cannot be tested on or predicted as a whole; {_USE_WITHOUT_STREAMING}")
+            raise DataError(f"a stream cannot be tested on or predicted as a whole; {USE_WITHOUT_STREAMING}")
         if split not in self._tables:
             raise DataError(f"{type(self).__name__} has read no rows yet; call setup() first, as Trainer does")
         return self._tables[split]

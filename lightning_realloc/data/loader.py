@@ -99,11 +99,9 @@ class BatchLoader:
             self.epoch, self._position = self.epoch + 1, 0
         order = self._order()
         while self._position < self.epoch_batches:
-            begin = self._position * self.batch_size
             # Counted before the yield, so that a checkpoint written during this batch's training includes it.
             self._position += 1
-            rows = self.table.select(_samples_of(order[begin : begin + self.batch_size], self.group_size))
-            yield rows.with_ids(rows.ids + self.epoch * len(self.table))
+            yield self._batch(order, self._position - 1)
         self._resuming = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,14 +123,19 @@ class BatchLoader:
     def _order(self) -> list[int]:
         if not self.shuffle:
             return list(range(self.num_rows))
-        digest = hashlib.sha256(f"{self.seed},{self.epoch}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+        generator = seeded_generator(self.seed, self.epoch)
         order: list[int] = torch.randperm(self.num_rows, generator=generator).tolist()
         if self.bucket_batches is None:
             return order
         return bucketed(
             order, self._lengths, batch_size=self.batch_size, bucket_batches=self.bucket_batches, generator=generator
         )
+
+    def _batch(self, order: Sequence[int], place: int) -> Samples:
+        """Return an epoch's batch by its place, from the order of the epoch's rows."""
+        begin = place * self.batch_size
+        rows = self.table.select(_samples_of(order[begin : begin + self.batch_size], self.group_size))
+        return rows.with_ids(rows.ids + self.epoch * len(self.table))
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -141,6 +144,9 @@ class BatchLoader:
             "seed": self.seed,
             "shuffle": self.shuffle,
             "bucket_batches": self.bucket_batches,
+            "sets": None,
+            "mix": None,
+            "curriculum": None,
         }
 
 
@@ -167,6 +173,12 @@ class EvaluationLoader:
         step = self.batch_size * self.group_size
         for begin in range(0, len(self.table), step):
             yield self.table.select(range(begin, min(begin + step, len(self.table))))
+
+
+def seeded_generator(*parts: object) -> torch.Generator:
+    """Return a generator whose numbers depend on these values alone."""
+    digest = hashlib.sha256(",".join(map(str, parts)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7]))
 
 
 def refuse_other_order(what: str, settings: Mapping[str, object], stored: Mapping[str, object]) -> None:
@@ -206,7 +218,7 @@ def _row_lengths(table: Samples, group_size: int) -> list[int]:
     return summed
 
 
-def _samples_of(rows: list[int], group_size: int) -> list[int]:
+def _samples_of(rows: Sequence[int], group_size: int) -> list[int]:
     """Return the positions of the samples that belong to these rows."""
     return [row * group_size + place for row in rows for place in range(group_size)]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lightning_realloc.batch.ragged import Ragged
@@ -17,10 +19,15 @@ from lightning_realloc.data.chat import (
     prompt_text,
     prompt_token_ids,
 )
-from lightning_realloc.data.data_module import RowDataModule
+from lightning_realloc.data.data_module import USE_WITHOUT_STREAMING, RowDataModule
 from lightning_realloc.data.images.row_images import check_whole_images
+from lightning_realloc.data.loader import BatchLoader
 from lightning_realloc.data.row_tables import LongRows, make_samples
-from lightning_realloc.data.rows import Row, RowSource
+from lightning_realloc.data.rows import Row, RowSource, is_named
+from lightning_realloc.data.sampling.curriculum import Curriculum, CurriculumName, resolve_curriculum
+from lightning_realloc.data.sampling.drawn_loader import DrawnLoader
+from lightning_realloc.data.sampling.mixture import Mix, Mixture
+from lightning_realloc.data.sources import is_stream
 from lightning_realloc.errors import DataError, require_choice
 
 _ARGUMENTS = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
@@ -30,6 +37,8 @@ EMPTY_PROMPT = [{"role": "user", "content": ""}]
 """Prompt of rows without one, to which an environment's ``reset`` appends, as in TRL."""
 TextPrompts = Literal["plain", "user", "auto"]
 """Treatment of prompts that are text."""
+DATA_SET = "data_set"
+"""Column with the name of a row's data set, where ``data`` names several."""
 
 
 class PromptDataModule(RowDataModule):
@@ -42,7 +51,8 @@ class PromptDataModule(RowDataModule):
     in the column ``seed``, and ``Trainer(max_steps=...)`` says how many there are.
 
     Args:
-        data: Rows, see :class:`RowDataModule`; None: the environment owns the tasks.
+        data: Rows, see :class:`RowDataModule`; or several data sets by name, whose rows get their set's name in the
+            column ``data_set``, and None where only other sets have a column; None: the environment owns the tasks.
         prompt_column: Column with text, or with a list of messages for the chat template. A final assistant message is
             continued.
         max_prompt_tokens: Maximum length of a prompt; by default one less than the models' context.
@@ -51,6 +61,11 @@ class PromptDataModule(RowDataModule):
         text_prompts: Treatment of prompts that are text: ``"plain"`` encodes them as they are; ``"user"`` makes each a
             user message for the chat template, which an instruction-tuned model expects; ``"auto"`` does so if the
             tokenizer has a template. Reward functions receive text in any case.
+        curriculum: Choice of prompts by their measured difficulty: ``"balanced"`` prefers prompts of which half the
+            responses are right, ``"rest"`` only lets solved and hopeless ones rest; or a :class:`Curriculum`. None: all
+            equally often.
+        mix: Weight of each named data set, such as ``{"gsm": 0.7, "code": 0.3}``, in rows of every batch; or a list of
+            these, each with the batch from which it holds: ``[(0, {...}), (100, {...})]``. None: by their rows.
         settings: Arguments of :class:`RowDataModule` except ``long_rows``: batch size, held-out rows, tokenizer,
             seed, order.
 
@@ -64,16 +79,19 @@ class PromptDataModule(RowDataModule):
 
     def __init__(
         self,
-        data: RowSource | None = None,
+        data: RowSource | Mapping[str, RowSource] | None = None,
         *,
         batch_size: int,
         prompt_column: str = "prompt",
         max_prompt_tokens: int | None = None,
         long_prompts: LongRows = "refuse",
         text_prompts: TextPrompts = "plain",
+        curriculum: Curriculum | CurriculumName | None = None,
+        mix: Mix | None = None,
         **settings: Any,
     ) -> None:
-        super().__init__([] if data is None else data, batch_size=batch_size, long_rows=long_prompts, **settings)
+        source: Any = [] if data is None else data
+        super().__init__(source, batch_size=batch_size, long_rows=long_prompts, **settings)
         self._has_data = data is not None
         if max_prompt_tokens is not None and max_prompt_tokens < 1:
             raise DataError(f"max_prompt_tokens={max_prompt_tokens} must be at least 1; use None for the models' limit")
@@ -82,6 +100,92 @@ class PromptDataModule(RowDataModule):
         self.message_columns = (prompt_column,)
         self.text_prompts = text_prompts
         self.max_prompt_tokens = max_prompt_tokens
+        self.curriculum = resolve_curriculum(curriculum)
+        self.mix = mix
+        self._check_drawing()
+
+    def _check_drawing(self) -> None:
+        """Raise DataError for settings that do not go with a curriculum or several data sets."""
+        if self.mix is not None:
+            if not is_named(self.data):
+                raise DataError(
+                    f"mix={self.mix!r} weighs data sets by name, and data has no names; give data={{'gsm': ..., "
+                    f"'code': ...}}"
+                )
+            Mixture(self.mix, list(self.data))
+        if not self._is_drawn:
+            return
+        setting = "data with names" if self.curriculum is None else "a curriculum"
+        if is_stream(self.data):
+            raise DataError(
+                f"{setting} draws batches from all rows, which a stream does not have yet; {USE_WITHOUT_STREAMING}"
+            )
+        if not self._has_data:
+            raise DataError(
+                "a curriculum needs prompts that come again, and without data each row is new; leave curriculum out, "
+                "or give data="
+            )
+        if self.bucket_batches is not None:
+            raise DataError(
+                f"bucket_batches={self.bucket_batches} orders the rows of an epoch by length, and {setting} draws each "
+                f"batch by itself; leave one of them out"
+            )
+
+    @property
+    def _is_drawn(self) -> bool:
+        """Whether batches are drawn one by one, in place of epochs."""
+        return self.curriculum is not None or is_named(self.data)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read all rows; also refuse an algorithm or a Trainer that a curriculum cannot work with."""
+        module = self._module()
+        if self.curriculum is not None and module is not None and not getattr(module, "reports_rewards", False):
+            raise DataError(
+                f"a curriculum measures difficulty by the rewards of training, and {type(module).__name__} reports "
+                f"none; leave curriculum out"
+            )
+        if self._is_drawn and self._overfits:
+            raise DataError(
+                "overfit_batches trains on the same batches in every epoch, and a curriculum or data with names draws "
+                "others; leave one of them out"
+            )
+        super().setup(stage)
+
+    def make_loader(self) -> BatchLoader:
+        """Return the loader of training batches; one that draws them with a curriculum or named data sets."""
+        if not self._is_drawn:
+            return super().make_loader()
+        table = self._table("train")
+        sets = {"data": len(table)}
+        if is_named(self.data):
+            found = Counter(map(str, table.objects(DATA_SET)))
+            sets = {name: found[name] for name in self.data}
+        empty = [name for name, size in sets.items() if not size]
+        if empty:
+            raise DataError(
+                f"no row of {', '.join(empty)} is left to train on; hold out fewer rows, raise the token limit, or "
+                f"leave the data set out"
+            )
+        return DrawnLoader(
+            table,
+            batch_size=self.batch_size,
+            sets=sets,
+            mixture=Mixture(self.mix or sets, list(sets)),
+            curriculum=self.curriculum,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            drop_last=self.drop_last,
+        )
+
+    def record_rewards(self, prompt_ids: Tensor, rewards: Tensor) -> dict[str, float]:
+        """Record the rewards of an iteration, and return metrics of its difficulty and data sets.
+
+        Args:
+            prompt_ids: (B,) ids of the samples that the responses belong to.
+            rewards: (B,) rewards of all ranks' responses, NaN where one is missing.
+        """
+        loader = self._train_loader
+        return loader.record(prompt_ids, rewards) if isinstance(loader, DrawnLoader) else {}
 
     def split_column(self, rows: Sequence[Row]) -> str:
         """Return the prompts' column, so that equal prompts are never in both training and held-out rows."""
@@ -93,6 +197,8 @@ class PromptDataModule(RowDataModule):
         Raises:
             DataError: also without data, if there is no environment that writes prompts, or no number of steps.
         """
+        if is_named(source):
+            return self._read_sets(source)
         if self._has_data or source is not self.data:
             return super().read(source)
         steps = getattr(self.trainer, "max_steps", -1)
@@ -103,6 +209,18 @@ class PromptDataModule(RowDataModule):
                 f"give both, or data="
             )
         return super().read([{"seed": seed} for seed in range(steps * self.batch_size)])
+
+    def _read_sets(self, sources: Mapping[str, RowSource]) -> tuple[Row, ...]:
+        """Return the rows of all data sets, with the same columns and their set's name."""
+        rows: list[Row] = []
+        for name, source in sources.items():
+            found = super().read(source)
+            if DATA_SET in found[0].values:
+                raise DataError(f"{found[0].place} has a column {DATA_SET!r}, which names the data set; rename it")
+            self.require(found, self.prompt_column, way_out=f"rename a column of the data set {name!r}")
+            rows += (Row(row.place, {**row.values, DATA_SET: name}) for row in found)
+        columns = dict.fromkeys(column for row in rows for column in row.values)
+        return tuple(Row(row.place, {column: row.values.get(column) for column in columns}) for row in rows)
 
     def shaped(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
         """Return the rows, with empty prompts where they have none and an environment writes them."""

@@ -96,8 +96,15 @@ def folder_of(source: RowSource) -> Path | None:
     return folders.pop() if len(folders) == 1 else None
 
 
-def lasting(source: RowSource | None) -> Any:
-    """Return the rows of an iterator, which can be read only once, as a list."""
+def is_named(source: object) -> TypeGuard[Mapping[str, RowSource]]:
+    """Return whether a source is several data sets by name, not columns or the splits of a ``datasets.DatasetDict``."""
+    return type(source) is dict and bool(source) and not source.keys() & {"prompt", "path"}
+
+
+def lasting(source: Any) -> Any:
+    """Return the rows of an iterator, which can be read only once, as a list; also in a dictionary of data sets."""
+    if is_named(source):
+        return {name: lasting(one) for name, one in source.items()}
     return list(source) if isinstance(source, Iterator) else source
 
 

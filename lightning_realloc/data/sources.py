@@ -102,7 +102,9 @@ def _is_prepared(datasets: Any, name: str) -> bool:
 
 
 def is_stream(source: object) -> bool:
-    """Return whether a source's rows are read as they are needed; nothing is opened to find out."""
+    """Return whether a source's rows are read as they are needed, or one of several by name is so; opens nothing."""
+    if type(source) is dict:
+        return any(map(is_stream, source.values()))
     if isinstance(source, DatasetSource):
         return source.streaming
     datasets: Any = sys.modules.get("datasets")  # imported if the caller holds one of its objects

@@ -14,11 +14,11 @@ from lightning.pytorch.callbacks import Callback
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
 
-from lightning_realloc import GenerationOptions, RolloutBudget
+from lightning_realloc import Curriculum, GenerationOptions, PromptDataModule, RolloutBudget
 from lightning_realloc.data.loader import BatchLoader
 from lightning_realloc.generation import Speculation
 from lightning_realloc.strategies import ReallocStrategy
-from tests.models import tiny_model
+from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
 from tests.strategies.algorithms import preferences
 from tests.strategies.checkpoints.checkpoint_runs import table
@@ -66,11 +66,19 @@ class Case:
     """Options of the strategy."""
     plan: Mapping[str, Any] = field(default_factory=dict)
     """Further entries of the plan."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of a data module with two data sets; without any, batches come in the loader's plain order."""
     launcher: str = "workers"
     """Processes that a pool starts, or Lightning's "spawn"."""
 
 
+CURRICULUM = Curriculum(hopeless=0.3, solved=0.8, min_responses=2, rest=0.5, new=0.5)
+DRAWN = {"curriculum": CURRICULUM, "mix": [(0, {"a": 0.7, "b": 0.3}), (3, {"a": 0.2, "b": 0.8})]}
+
 OPTIONS: dict[str, Case] = {
+    "curriculum": Case("grpo", "fsdp2", data=DRAWN),
+    "curriculum, ppo": Case("ppo", "tp2", data=DRAWN),
+    "curriculum, stale": Case("grpo", "apart", options={"max_staleness": 2}, data=DRAWN),
     "adapters": Case("grpo", "fsdp2", {"peft_config": LORA, "reference": None}),
     "dropout": Case("sft", "fsdp2", {"actor": "gpt2"}),
     "drafts": Case("grpo", "dp2", {"speculation": Speculation(drafter="ngram", num_draft_tokens=2)}),
@@ -122,6 +130,12 @@ def _decay(optimizer: Any) -> Any:
     return StepLR(optimizer, 1, gamma=0.9)
 
 
+def drawn_prompts(**settings: Any) -> PromptDataModule:
+    """Return twelve prompts of two data sets, in batches of four."""
+    sets = {name: [{"prompt": f"{name}{number}"} for number in range(size)] for name, size in (("a", 7), ("b", 5))}
+    return PromptDataModule(sets, batch_size=4, seed=5, tokenizer=byte_tokenizer(), **settings)
+
+
 def fit(case: Case, folder: str, resume: int | None, seed: int) -> list[dict[str, float]]:
     """Train to the end, and return what each step logged; save into ``folder``, with another seed for processes."""
     is_spawned = case.launcher == "spawn"
@@ -138,6 +152,8 @@ def fit(case: Case, folder: str, resume: int | None, seed: int) -> list[dict[str
     if case.algorithm == "dpo":
         (pairs,) = preferences.pairs(1, size=10)
         data = BatchLoader(pairs, batch_size=2, group_size=2, seed=5)
+    elif case.data:
+        data = drawn_prompts(**case.data)
     else:
         data = BatchLoader(table(responses=case.algorithm == "sft"), batch_size=4, seed=5)
     trainer.fit(make_module(case), data, ckpt_path=None if resume is None else Path(folder, "straight", str(resume)))

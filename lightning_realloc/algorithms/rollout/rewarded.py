@@ -17,7 +17,12 @@ from torch import Tensor, nn
 from lightning_realloc.algorithms.base.calls import compute, infer
 from lightning_realloc.algorithms.base.loaded_weights import ModelSource, check_source
 from lightning_realloc.algorithms.base.role import Role
-from lightning_realloc.algorithms.base.rollout_columns import response_summary, reward_columns, reward_summary
+from lightning_realloc.algorithms.base.rollout_columns import (
+    response_summary,
+    reward_columns,
+    reward_summary,
+    without_failed,
+)
 from lightning_realloc.algorithms.base.vocabulary import require_same_vocabulary
 from lightning_realloc.algorithms.losses.functional import kl_estimate
 from lightning_realloc.algorithms.rollout.conversations.dialogues import EpisodeDialogues
@@ -85,6 +90,8 @@ class RewardedModule(PolicyModule):
     """Calls up to the rewards, which also run before samples are chosen; with reward models also theirs."""
     share_prompts = True
     reward_column = "rewards"
+    reports_rewards = True
+    """Whether the data module gets the rewards of training, as a curriculum needs."""
 
     def __init__(
         self,
@@ -239,7 +246,9 @@ class RewardedModule(PolicyModule):
             return
         self.require_batch(batch)
         self.check_batch(batch)
-        chosen = self.choose(self.first_walk(batch))
+        scored = self.first_walk(batch)
+        self._record_rewards(scored)
+        chosen = self.choose(scored)
         if chosen is None:
             return
         for samples in self._strategy.run_iteration(chosen):
@@ -270,6 +279,13 @@ class RewardedModule(PolicyModule):
                     f"chooses among all responses before it learns; use ReallocStrategy({setting}={plain})"
                 )
 
+    def _record_rewards(self, samples: Samples) -> None:
+        """Report rewards to the data module, whose curriculum draws the next batches by them; log its metrics."""
+        data = getattr(self.trainer, "datamodule", None)
+        if isinstance(data, PromptDataModule) and len(samples):
+            rewards = without_failed(samples, self.reward_column).tensor(self.reward_column)
+            self.log_dict(data.record_rewards(samples.tensor("prompt_id"), rewards), batch_size=len(samples))
+
     # ---- metrics and checks
     def start_metrics(self, batch: PackedBatch) -> dict[str, Tensor]:
         """Return the (N,) divergences of the rollout from the reference, until those of the first rollout are known."""
@@ -280,6 +296,8 @@ class RewardedModule(PolicyModule):
     def on_iteration_end(self, samples: Samples) -> None:
         """Warn if the first rollout diverges from a reference that starts as the actor does."""
         super().on_iteration_end(samples)
+        if not self.chooses:
+            self._record_rewards(samples)
         if not self._awaits_start:
             return
         kl = mean_divergence(samples, self.trainer.callback_metrics.get(f"actor/{START_KL}"))
