@@ -18,6 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from lightning_realloc.batch.samples import EXTRA_INPUT, Ragged, Samples, model_inputs
 from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.data.rows import Row
+from lightning_realloc.data.sampling.curriculum import Curriculum
+from lightning_realloc.data.sampling.mixture import Mixture
+from lightning_realloc.data.sources import DatasetSource
 from lightning_realloc.errors import DataError
 from tests.models import byte_tokenizer, tiny_model
 
@@ -306,20 +309,30 @@ def test_tokenizer_and_context_come_from_the_module_in_training() -> None:
         _trainer().fit(_Model(), PromptDataModule(rows, batch_size=1))
 
 
-def test_a_yaml_file_configures_the_data(tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").write_text(json.dumps(ROWS[0]))
-    config = tmp_path / "config.yaml"
+def _from_yaml(folder: Path, settings: str) -> PromptDataModule:
+    config = folder / "config.yaml"
     config.write_text(
-        f"data:\n  class_path: {PromptDataModule.__module__}.PromptDataModule\n"
-        f"  init_args:\n    data: {tmp_path}/prompts.jsonl\n    batch_size: 1\n    long_prompts: drop\n"
+        f"data:\n  class_path: {PromptDataModule.__module__}.PromptDataModule\n  init_args: {{{settings}}}\n"
     )
     cli = LightningCLI(
         _Model, L.LightningDataModule, subclass_mode_data=True, run=False, args=["--config", str(config)],
         save_config_callback=None,
     )  # fmt: skip
     assert isinstance(cli.datamodule, PromptDataModule)
-    assert cli.datamodule.data == f"{tmp_path}/prompts.jsonl"
-    assert cli.datamodule.long_rows == "drop"
+    return cli.datamodule
+
+
+def test_a_yaml_file_configures_the_data(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(ROWS[0]))
+    data = _from_yaml(tmp_path, f"data: {tmp_path}/prompts.jsonl, batch_size: 1, long_prompts: drop")
+    assert data.data == f"{tmp_path}/prompts.jsonl" and data.long_rows == "drop"
+    sets = "{gsm: {path: openai/gsm8k, name: main}, code: code.jsonl}"
+    mix = "[[0, {gsm: 1.0, code: 0.0}], [20, {gsm: 0.5, code: 0.5}]]"
+    data = _from_yaml(tmp_path, f"data: {sets}, batch_size: 1, mix: {mix}, curriculum: {{target: 0.6, rest: 2.0}}")
+    assert data.data == {"gsm": DatasetSource("openai/gsm8k", name="main"), "code": "code.jsonl"}
+    assert data.curriculum == Curriculum(target=0.6, rest=2.0)
+    assert Mixture(data.mix, ["gsm", "code"]).counts(20, 2, {"gsm": 40, "code": 0}) == {"gsm": 1, "code": 1}
+    assert _from_yaml(tmp_path, "data: a.jsonl, batch_size: 1, curriculum: balanced").curriculum == Curriculum()
 
 
 def test_invalid_settings_are_refused_at_construction() -> None:
