@@ -58,6 +58,10 @@ class GenerationError(ReallocError, ValueError):
     """Generation request that the engine or the model cannot serve."""
 
 
+class WeightMismatch(ReallocError):
+    """Rank whose weights are not those of the replica that they came from."""
+
+
 class CheckpointError(ReallocError, ValueError):
     """Checkpoint that does not belong to this run."""
 

@@ -24,6 +24,10 @@ class SwitchTotals:
     """Minimum transfer over all ranks: the target's bytes minus those that its ranks already held."""
     seconds: float = 0.0
     """Seconds from the first rank's start to the last rank's end."""
+    num_checked: int = 0
+    """Tensors of this rank that were compared with the home replica's afterwards."""
+    check_s: float = 0.0
+    """Seconds of comparing them on this rank, which ``seconds`` leaves out."""
 
     def add(self, report: ReallocationReport) -> None:
         """Add one reallocation."""
@@ -31,6 +35,8 @@ class SwitchTotals:
         self.bytes_moved += report.bytes_moved
         self.bytes_minimum += report.bytes_minimum
         self.seconds += report.seconds
+        self.num_checked += report.num_checked
+        self.check_s += report.check_s
 
     @property
     def bytes_per_s(self) -> float:

@@ -35,7 +35,7 @@ from lightning_realloc.runtime.messages.flight_record import FlightRecord
 from lightning_realloc.runtime.messages.mailbox import Mailbox, rank_lost
 from lightning_realloc.runtime.messages.watchdog import StallAction, Watchdog, write_flight_record
 from lightning_realloc.runtime.parallel.shards import reshard
-from lightning_realloc.runtime.transfer.agreement import TransportName
+from lightning_realloc.runtime.transfer.agreement import TransportName, WeightVerification
 from lightning_realloc.strategies.calls.call_runner import CallRunner
 from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.overlap import OverlapOptions
@@ -75,6 +75,8 @@ class PlacementOptions:
     """Calls that may run at the same time."""
     transport: TransportName
     """How weights travel."""
+    verify_weights: WeightVerification
+    """Elements that are compared after weights moved."""
     tp_plans: Mapping[str, Mapping[str, str]]
     """Role -> tensor-parallel styles, for models without a plan of their own."""
     memory_budget: int | None
@@ -86,6 +88,7 @@ class PlacementOptions:
 
     def __post_init__(self) -> None:
         require_choice("transport", self.transport, get_args(TransportName))
+        require_choice("verify_weights", self.verify_weights, get_args(WeightVerification))
         require_choice("on_stall", self.on_stall, get_args(StallAction))
         if self.stall_timeout_s is not None and not self.stall_timeout_s > 0:
             raise ConfigError(f"stall_timeout={self.stall_timeout_s} must be positive seconds; None switches it off")
@@ -131,6 +134,7 @@ class PlacedRoles:
         options = PoolOptions(
             facts=self.facts,
             transport=self._options.transport,
+            verify_weights=self._options.verify_weights,
             tp_plans=self._options.tp_plans,
             averages={role.name: MovingAverage(role.average_of, role.average_rate) for role in averaged},
             biased=frozenset(
@@ -361,7 +365,7 @@ class PlacedRoles:
 
     def _make_offloader(self, pool: ModelPool) -> Offloader:
         schedule = OffloadSchedule(pool.dataflow, pool.plan, self.facts.rank, pool.average_of, pool.sharers)
-        return Offloader(pool, schedule, self.facts.device)
+        return Offloader(pool, schedule, self.facts.device, self._options.verify_weights)
 
     def _make_runner(self, pool: ModelPool) -> CallRunner:
         rank, device = self.facts.rank, self.facts.device

@@ -27,7 +27,7 @@ from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.remote_path import AnyPath
 from lightning_realloc.runtime.measure.allocators import InfrequentCollection, give_back_freed_memory
 from lightning_realloc.runtime.messages.watchdog import StallAction
-from lightning_realloc.runtime.transfer.agreement import TransportName
+from lightning_realloc.runtime.transfer.agreement import TransportName, WeightVerification
 from lightning_realloc.setting_hints import STRATEGY_HINTS, suggest_settings
 from lightning_realloc.strategies.calls.call_runner import CallRunner
 from lightning_realloc.strategies.calls.overlap import OverlapOptions
@@ -62,6 +62,7 @@ class ReallocStrategy(DataParallelStrategy):
             one sharded layout for everything; a path reads a YAML file; or an :class:`ExecutionPlan`, or its mapping.
         transport: How weights travel: ``"push"`` through each node's shared memory, ``"direct"`` from rank to rank,
             ``"auto"`` chooses by probing.
+        verify_weights: Elements to compare after weights moved: ``"sampled"`` 256 of each tensor, ``"all"``, ``"off"``.
         overlap: What may run at the same time on disjoint ranks: ``"iterations"`` means calls, and calls of the next
             iteration beside a training call that they do not depend on; ``"calls"`` only those of one iteration;
             ``"none"`` one call at a time. Results are the same.
@@ -72,8 +73,8 @@ class ReallocStrategy(DataParallelStrategy):
         replay_versions: Folder ``weight_versions`` of an earlier run: weights arrive after the same tokens as there.
         generation_chunks: Chunks in which a generating rank sends its samples to inference on other ranks, which then
             runs during the rest of the generation. Losses change by rounding alone. 1 sends all samples at the end.
-            With ``sample_reallocation``, a rank without samples also infers on those that finished there.
-            More than 1 goes with neither ``overlap="none"`` nor ``max_staleness``, which run nothing next to it.
+            With ``sample_reallocation``, a rank without samples also infers on those that finished there. More than 1
+            goes with neither ``overlap="none"`` nor ``max_staleness``, which run nothing next to it.
         cluster: Nodes, devices and memory; by default what this machine shows.
         memory_per_device: What a plan may need of one device, as a number of bytes or as in ``"24GiB"``; by default
             what the cluster's devices have. A plan that needs more is refused before models are built.
@@ -87,20 +88,26 @@ class ReallocStrategy(DataParallelStrategy):
             waits, and where that rank is; None: never.
         on_stall: ``"warn"`` goes on waiting after the message; ``"end"`` writes the rank's flight record and ends the
             process with exit code 124; in the set-up and the first call of a name, after half an hour.
-        async_checkpoints: Write checkpoints of an algorithm while ``fit`` goes on. A save then takes as long as a copy
-            of this rank's part in host memory. The next save and the end of ``fit`` wait for the files and raise their
-            error. Off by default, since the copy needs that much memory.
+        async_checkpoints: Write checkpoints of an algorithm while ``fit`` goes on, from a copy of this rank's part in
+            host memory. The next save and the end of ``fit`` wait for the files and raise their error.
         process_group_backend: By default nccl on CUDA, gloo elsewhere.
         timeout: Of every collective.
     """
 
     strategy_name = "realloc"
+    num_shown = 0
+    """Samples of an iteration whose responses every rank receives."""
+    shown: tuple[Samples, ...] = ()
+    """The first ``num_shown`` samples of each batch that the last iteration trained on."""
+    lengths: Lengths | None = None
+    """Lengths of the latest iteration's sequences; None before it, and if it has no prompts with responses."""
 
     def __init__(
         self,
         plan: PlanSource = "heuristic",
         *,
         transport: TransportName = "auto",
+        verify_weights: WeightVerification = "sampled",
         overlap: Overlap = "iterations",
         max_staleness: int = 0,
         replay_versions: str | Path | None = None,
@@ -136,6 +143,7 @@ class ReallocStrategy(DataParallelStrategy):
             plan=read_plan_source(plan),
             overlap=self._overlap,
             transport=transport,
+            verify_weights=verify_weights,
             tp_plans=dict(tp_plans or {}),
             memory_budget=None if memory_per_device is None else parse_bytes(memory_per_device),
             stall_timeout_s=stall_timeout,
@@ -150,12 +158,6 @@ class ReallocStrategy(DataParallelStrategy):
         """Training steps by which generation may run ahead of training."""
         self.generation_chunks = generation_chunks
         """Chunks in which samples are sent to inference while others are generated."""
-        self.num_shown = 0
-        """Samples of an iteration whose responses every rank receives."""
-        self.shown: tuple[Samples, ...] = ()
-        """The first ``num_shown`` samples of each batch that the last iteration trained on."""
-        self.lengths: Lengths | None = None
-        """Lengths of the latest iteration's sequences; None before it, and if it has no prompts with responses."""
 
     # ---- what users and callbacks read
     @property
@@ -221,8 +223,7 @@ class ReallocStrategy(DataParallelStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Shard every role into its home layout, then make the optimizers, which must see sharded parameters."""
-        assert self.accelerator is not None
-        assert self.model is not None
+        assert self.accelerator is not None and self.model is not None
         refuse_precision(str(self.precision_plugin.precision))
         self.accelerator.setup(trainer)
         flow = self.dataflow
@@ -361,9 +362,9 @@ class ReallocStrategy(DataParallelStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: nn.Module | None = None, **kwargs: object
     ) -> Any:
-        """Step an optimizer, and mark replicas of the weights that it changed as stale."""
+        """Step an optimizer. Outside of calls, which do so themselves, mark replicas of its weights as stale."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self.dataflow is not None:
+        if self.dataflow is not None and not self.runner.is_running:
             named = {str(group.get("name")).partition("/")[0] for group in optimizer.param_groups}  # actor, actor/1
             trained = self.pool.dataflow.trained_roles
             for role in named if named.issubset(trained) else trained:
@@ -392,7 +393,6 @@ class ReallocStrategy(DataParallelStrategy):
         """Return a role's full weights, all or some, on rank 0, {} elsewhere. Collective over all ranks."""
         return self._checkpoints.full_weights(role, names)
 
-    # ---- names
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register the names that ``Trainer(strategy=...)`` understands."""

@@ -21,6 +21,8 @@ from lightning_realloc.runtime.messages.objects import gather_objects
 
 TransportName = Literal["auto", "push", "direct"]
 """How weights are sent: "push" through the shared memory of each node, "direct" from rank to rank, "auto" either."""
+WeightVerification = Literal["sampled", "all", "off"]
+"""Elements that are compared after weights moved: a few of each tensor, other ones each time, all, or none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +46,10 @@ class Request:
     """Pieces smaller than this many bytes share messages."""
     cluster: ClusterSpec | None
     """Nodes of the ranks; None means one node."""
+    verify_weights: WeightVerification
+    """Elements that are compared after each run."""
+    role: str
+    """Name of the weights in errors."""
 
     def problems(self, world_size: int) -> Iterator[str]:
         """Yield the problems of this rank's request."""
@@ -52,6 +58,8 @@ class Request:
                 yield f"{side} {layout} needs rank {max(layout.ranks)} but there are {world_size}; use fewer ranks"
         if self.transport not in get_args(TransportName):
             yield f"transport={self.transport!r} must be 'auto', 'push' or 'direct'"
+        if self.verify_weights not in get_args(WeightVerification):
+            yield f"verify_weights={self.verify_weights!r} must be 'sampled', 'all' or 'off'"
         if self.transport == "push" and self.device.type != "cpu":
             yield f"transport='push' needs CPU tensors, these are on {self.device}; use 'auto' or 'direct'"
         if self.transport == "push" and self.target_tensors is not None:
@@ -115,7 +123,7 @@ class _RequestSummary(NamedTuple):
 def agree_on_request(request: Request, world_size: int) -> Agreement:
     """Compare the requests of all ranks. Collective; raises PlanError on every rank if one is wrong or differs."""
     settings = (
-        *(request.transport, request.dtype, request.device.type),
+        *(request.transport, request.dtype, request.device.type, request.verify_weights),
         *(request.max_staging_bytes, request.pack_below_bytes, world_size),
     )
     sources = request.source_tensors
@@ -131,7 +139,7 @@ def agree_on_request(request: Request, world_size: int) -> Agreement:
     )
     _raise_problems([summary.problem for summary in summaries])
     _require_equal(
-        "settings (transport, dtype, device, max_staging_bytes, pack_below_bytes, world_size)",
+        "settings (transport, dtype, device, verify_weights, max_staging_bytes, pack_below_bytes, world_size)",
         [summary.settings for summary in summaries],
     )
     _require_equal("target_tensors given", [summary.has_given_target for summary in summaries])

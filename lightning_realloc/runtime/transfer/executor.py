@@ -25,12 +25,14 @@ from lightning_realloc.runtime.transfer.agreement import (
     Agreement,
     Request,
     TransportName,
+    WeightVerification,
     agree_on_plan,
     agree_on_request,
 )
 from lightning_realloc.runtime.transfer.point_to_point import Arena, CopyList, Messages, region_view
 from lightning_realloc.runtime.transfer.shared_memory import SharedSegment, align_up, share_segment
 from lightning_realloc.runtime.transfer.transport import DirectTransport, PushTransport, Transport
+from lightning_realloc.runtime.transfer.weight_check import CheckCount, WeightCheck, WeightSubject
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,10 @@ class ReallocationReport:
     """Wall time on this rank: since all ranks have started (push), or since this rank has started (direct)."""
     transport: str
     """Transport of the run: "push" or "direct"."""
+    num_checked: int = 0
+    """Tensors of this rank that were compared with the source's afterwards."""
+    check_s: float = 0.0
+    """Seconds of comparing them on this rank, which ``seconds`` leaves out."""
 
 
 class Reallocation:
@@ -81,6 +87,8 @@ class Reallocation:
         max_staging_bytes: int = MAX_STAGING_BYTES,
         pack_below_bytes: int = PACK_BELOW_BYTES,
         deadline_s: float = 1800.0,
+        verify_weights: WeightVerification = "sampled",
+        role: str = "the model",
     ) -> None:
         """Plan and bind. Collective over all ranks of the default group, including those outside both layouts.
 
@@ -90,6 +98,8 @@ class Reallocation:
                 cannot fill them, so "auto" then means "direct".
             pack_below_bytes: Pieces below this size share messages (direct transport).
             deadline_s: Longest wait for another rank, in seconds (push transport).
+            verify_weights: Elements that each run compares with the source's: "sampled" ones, "all" or none ("off").
+            role: Name of the weights in errors.
 
         Raises:
             PlanError: on every rank, if ranks disagree or one made an invalid request.
@@ -107,23 +117,19 @@ class Reallocation:
             max_staging_bytes=max_staging_bytes,
             pack_below_bytes=pack_below_bytes,
             cluster=cluster,
+            verify_weights=verify_weights,
+            role=role,
         )
         agreement = agree_on_request(request, world_size)
         self.plan = agree_on_plan(request, agreement.wire_dtype.itemsize)
-        self.transport, shards, segment = _choose_transport(request, agreement, self.plan)
-        self._transport: Transport | None = None
-        self._shared_bytes = 0 if shards is None else shards.bytes_on(rank)
+        bound = _bind(request, agreement, self.plan, deadline_s)
+        self.transport, self.target_tensors, self._transport, self._shared_bytes = bound
         self._is_released = False
-        self.target_tensors: dict[str, Tensor] = {}
-        if shards is not None and segment is not None:
-            self.target_tensors, self._transport = _bind_push(
-                request, agreement, self.plan, shards, segment, deadline_s
-            )
-        elif rank in self.plan.ranks:
-            self.target_tensors, self._transport = _bind_direct(request, agreement, self.plan)
+        check = _bind_check(request, agreement, self.plan, self.target_tensors, self.transport)
         local = (self._transport.bytes_moved, self._transport.bytes_written) if self._transport else (0, 0)
-        by_rank = gather_objects(local)
-        self._bytes_moved, self._bytes_written = (sum(counts[i] for counts in by_rank) for i in range(2))
+        by_rank = gather_objects((*local, check.num_tensors if check else 0))
+        self._bytes_moved, self._bytes_written, num_checked = (sum(counts[i] for counts in by_rank) for i in range(3))
+        self._check = check if num_checked else None
         self.staging_bytes = self._transport.staging_bytes if self._transport else 0
 
     @property
@@ -131,15 +137,22 @@ class Reallocation:
         """See the class."""
         return self._shared_bytes if self.transport == "push" and not self._is_released else 0
 
-    def run(self) -> ReallocationReport:
+    def run(self, version: int = 0) -> ReallocationReport:
         """Copy the source's values into ``target_tensors``. Collective over the ranks of source and target.
 
         Other ranks return immediately. After `release`, the memory is allocated again first.
+
+        Args:
+            version: Version of the source's weights as this rank knows it.
+
+        Raises:
+            WeightMismatch: if this rank does not hold the source's weights afterwards.
         """
         self._is_released = False
         seconds = self._transport.run() if self._transport else 0.0
+        checked = self._check.run(version) if self._check else CheckCount(0, 0.0)
         return ReallocationReport(
-            self._bytes_moved, self.plan.bytes_minimum, self._bytes_written, seconds, self.transport
+            self._bytes_moved, self.plan.bytes_minimum, self._bytes_written, seconds, self.transport, *checked
         )
 
     def release(self) -> None:
@@ -184,6 +197,19 @@ class _SharedShards:
         num_receivers = {index: len(ranks) for index, ranks in self.receivers.items() if rank in ranks}
         shards, element_bytes = self.publication.shards, self.publication.element_bytes
         return sum(shards[index].numel * element_bytes // count for index, count in num_receivers.items())
+
+
+def _bind(
+    request: Request, agreement: Agreement, plan: ReallocationPlan, deadline_s: float
+) -> tuple[str, dict[str, Tensor], Transport | None, int]:
+    """Return the transport's name, the target's tensors, the transport, and this rank's part of shared bytes."""
+    name, shards, segment = _choose_transport(request, agreement, plan)
+    shared_bytes = 0 if shards is None else shards.bytes_on(request.rank)
+    if shards is not None and segment is not None:
+        return name, *_bind_push(request, agreement, plan, shards, segment, deadline_s), shared_bytes
+    if request.rank in plan.ranks:
+        return name, *_bind_direct(request, agreement, plan), shared_bytes
+    return name, {}, None, shared_bytes
 
 
 def _choose_transport(
@@ -238,6 +264,24 @@ def _bind_direct(
         owned=arena,
     )
     return targets, transport
+
+
+def _bind_check(
+    request: Request, agreement: Agreement, plan: ReallocationPlan, targets: Mapping[str, Tensor], transport: str
+) -> WeightCheck | None:
+    if request.verify_weights == "off" or request.rank not in plan.ranks:
+        return None
+    subject = WeightSubject(request.role, request.source.layout, request.target.layout, request.rank, transport)
+    return WeightCheck(
+        plan,
+        request.source_tensors,
+        targets,
+        agreement.aliased_names(request, request.rank) if targets else (),
+        subject=subject,
+        dtype=request.dtype,
+        device=request.device,
+        is_sampled=request.verify_weights == "sampled",
+    )
 
 
 def _bind_messages(

@@ -90,17 +90,16 @@ class _Round:
     after: CopyList = field(default_factory=CopyList)
     """Copies from staging memory into the target."""
 
-    def start_receives(self) -> list[dist.Work | None]:
-        return [dist.irecv(tensor, peer, tag=_TAG) for tensor, peer in self.receives]
-
-    def start_sends(self) -> list[dist.Work | None]:
-        return [dist.isend(tensor, peer, tag=_TAG) for tensor, peer in self.sends]
-
-    def start_together(self) -> list[dist.Work | None]:
-        """Start all messages in one launch, because NCCL's single sends and receives wait for each other."""
-        operations = [dist.P2POp(dist.irecv, tensor, peer) for tensor, peer in self.receives]
-        operations += [dist.P2POp(dist.isend, tensor, peer) for tensor, peer in self.sends]
-        return list(dist.batch_isend_irecv(operations)) if operations else []
+    def start(self, *, together: bool) -> list[dist.Work | None]:
+        """Start all messages: in one launch for NCCL, whose single sends and receives wait for each other."""
+        if together:
+            self.before.run()
+            operations = [dist.P2POp(dist.irecv, tensor, peer) for tensor, peer in self.receives]
+            operations += [dist.P2POp(dist.isend, tensor, peer) for tensor, peer in self.sends]
+            return list(dist.batch_isend_irecv(operations)) if operations else []
+        pending = [dist.irecv(tensor, peer, tag=_TAG) for tensor, peer in self.receives]
+        self.before.run()  # receives start before the casts, so that peers need not wait for these
+        return pending + [dist.isend(tensor, peer, tag=_TAG) for tensor, peer in self.sends]
 
 
 class Messages:
@@ -144,18 +143,10 @@ class Messages:
         if not self._rounds:
             kept.run()
         for index, round_ in enumerate(self._rounds):
-            if self._launches_together:
-                round_.before.run()
-                pending = round_.start_together()
-            else:  # receives start before the casts, so that peers need not wait for these
-                pending = round_.start_receives()
-                round_.before.run()
-                pending += round_.start_sends()
+            pending = round_.start(together=self._launches_together)
             if index == 0:
                 kept.run()
-            for work in pending:
-                if work is not None:
-                    work.wait()
+            _wait(pending)
             round_.after.run()
 
     def release(self) -> None:
@@ -238,6 +229,24 @@ class _RoundBinder:
         message = arena.allocate((sum(sizes),), self.dtype)
         places = torch.split(message, sizes)
         return message, [(view, place.view(view.shape)) for view, place in zip(views, places, strict=True)]
+
+
+def exchange(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], device: torch.device) -> None:
+    """Send a tensor to each rank in ``outgoing``, and fill those of ``incoming``; on the default group.
+
+    The tensors are on ``device``, or in host memory if its backend is gloo. Collective over these ranks.
+    """
+    round_ = _Round(
+        sends=[(tensor, peer) for peer, tensor in outgoing.items()],
+        receives=[(tensor, peer) for peer, tensor in incoming.items()],
+    )
+    _wait(round_.start(together=default_backend(device) == "nccl"))
+
+
+def _wait(pending: Iterable[dist.Work | None]) -> None:
+    for work in pending:
+        if work is not None:
+            work.wait()
 
 
 def region_view(tensor: Tensor, offset: Sequence[int], shape: Sequence[int]) -> Tensor:

@@ -3,11 +3,14 @@
 The sender copies its pieces into host memory and goes on; gloo's threads transfer them. The receiver asks whether a
 version has arrived, and writes it into its own tensors when that suits it. One version at a time is on its way: the
 sender waits until the one before was sent. Each message has two frames (see `bulk_messages`), a header and the pieces.
+After the pieces come their version and checksums, taken from the sender's live weights; the receiver compares its
+tensors with them before they are used.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -16,13 +19,16 @@ from torch import Tensor
 
 from lightning_realloc.realloc.plan import ReallocationPlan, Transfer
 from lightning_realloc.runtime.messages.bulk_messages import MARK, FrameReceiver, wait_for
+from lightning_realloc.runtime.transfer.agreement import WeightVerification
+from lightning_realloc.runtime.transfer.checksums import BoxFamily, Checksums, HeldBox, samples_per_box
 from lightning_realloc.runtime.transfer.point_to_point import CopyList, region_view
+from lightning_realloc.runtime.transfer.weight_check import WeightSubject
 
 _CLOSED = -1
 """Version in the header that ends a stream."""
 _MOVING = "weights were on their way to or from it"
-_MARK_BYTES = 8
-"""Bytes after the pieces, which keep the frame aligned; the last one is the mark."""
+_WORD_BYTES = 8
+"""Bytes of each number after the pieces: the version, the checksums, and a word whose last byte is the mark."""
 
 
 class VersionSender:
@@ -34,6 +40,7 @@ class VersionSender:
         dtype: Dtype of the pieces on their way.
         group: All ranks, over gloo, used by streams only.
         tag: Number that no other stream of the group has.
+        verify_weights: Elements of each piece whose checksum goes with it.
     """
 
     def __init__(
@@ -44,18 +51,22 @@ class VersionSender:
         dtype: torch.dtype,
         group: dist.ProcessGroup,
         tag: int,
+        verify_weights: WeightVerification = "sampled",
     ) -> None:
         self._group, self._tag = group, tag
         self._copies = CopyList()
         self._frames: dict[int, Tensor] = {}
+        self._proofs: list[tuple[Checksums, Tensor]] = []
         frames: dict[tuple[object, ...], Tensor] = {}
         for receiver, transfers in _by_peer(plan, lambda transfer: (transfer.receiver, transfer.sender)).items():
-            content = tuple((each.param, each.sender_offset, each.shape) for each in transfers)
+            content = tuple((each.param, *_places(plan, each)) for each in transfers)
             if content not in frames:  # replicas of the target need the same pieces
-                frames[content], parts = _frame(transfers, dtype)
-                frames[content][-1] = MARK
-                for transfer, part in zip(transfers, parts, strict=True):
+                frame = _Frame(plan, transfers, dtype, verify_weights)
+                frames[content] = frame.content
+                frame.content[-1] = MARK
+                for transfer, part in zip(transfers, frame.parts, strict=True):
                     self._copies.add(part, region_view(source[transfer.param], transfer.sender_offset, transfer.shape))
+                self._proofs.append((frame.checksums(source, lambda transfer: transfer.sender_offset), frame.proof))
             self._frames[receiver] = frames[content]
         self._works: list[tuple[dist.Work, Tensor]] = []
 
@@ -70,6 +81,9 @@ class VersionSender:
         """
         self.wait()
         self._copies.run()
+        for checksums, proof in self._proofs:
+            proof[0] = version
+            proof[1:] = checksums.compute(version)
         self._start(version, self._frames)
 
     def close(self) -> None:
@@ -105,6 +119,9 @@ class VersionReceiver:
         dtype: Dtype of the pieces on their way.
         group: All ranks, over gloo, used by streams only.
         tag: The sender's.
+        verify_weights: The sender's.
+        role: Name of the weights in errors.
+        version: Version that the tensors hold; only newer ones are accepted.
     """
 
     def __init__(
@@ -115,14 +132,21 @@ class VersionReceiver:
         dtype: torch.dtype,
         group: dist.ProcessGroup,
         tag: int,
+        verify_weights: WeightVerification = "sampled",
+        role: str = "the model",
+        version: int = -1,
     ) -> None:
         self._copies = CopyList()
         self._parcels: list[_Parcel] = []
+        self._proofs: list[tuple[Checksums, _Frame]] = []
+        self._subject = WeightSubject(role, plan.source.layout, plan.target.layout, dist.get_rank(), "stream")
+        self._latest = version
         for sender, transfers in _by_peer(plan, lambda transfer: (transfer.sender, transfer.receiver)).items():
-            frame, parts = _frame(transfers, dtype)
-            self._parcels.append(_Parcel(frame, sender, group, tag))
-            for transfer, part in zip(transfers, parts, strict=True):
+            frame = _Frame(plan, transfers, dtype, verify_weights)
+            self._parcels.append(_Parcel(frame.content, sender, group, tag))
+            for transfer, part in zip(transfers, frame.parts, strict=True):
                 self._copies.add(region_view(target[transfer.param], transfer.receiver_offset, transfer.shape), part)
+            self._proofs.append((frame.checksums(target, lambda transfer: transfer.receiver_offset), frame))
         self.senders = tuple(parcel.sender for parcel in self._parcels)
         """Ranks that send to this one."""
 
@@ -145,16 +169,29 @@ class VersionReceiver:
 
         Raises:
             RankLost: if a sender is gone.
+            WeightMismatch: if the target's tensors differ from the senders' weights then, or are no newer version.
         """
-        versions = {parcel.wait() for parcel in self._parcels}
-        assert len(versions) == 1, f"all ranks send the same versions, not {versions}"
-        (version,) = versions
+        versions = [parcel.wait() for parcel in self._parcels]
+        version = max(versions)
         if version == _CLOSED:
             return None
         self._copies.run()
+        if min(versions) != version or version <= self._latest:
+            raise self._subject.stale(max(version, self._latest + 1), min(versions))
+        for checksums, frame in self._proofs:
+            self._verify(version, checksums, frame)
+        self._latest = version
         for parcel in self._parcels:
             parcel.begin()
         return version
+
+    def _verify(self, version: int, checksums: Checksums, frame: _Frame) -> None:
+        if int(frame.proof[0]) != version:
+            raise self._subject.stale(version, int(frame.proof[0]))
+        differs = (frame.proof[1:] != checksums.compute(version).cpu()).tolist()
+        names = [name for name, is_wrong in zip(frame.checked, differs, strict=True) if is_wrong]
+        if names:
+            raise self._subject.mismatch(version, list(dict.fromkeys(names)))
 
 
 class _Parcel(FrameReceiver):
@@ -198,10 +235,48 @@ def _by_peer(plan: ReallocationPlan, ends: Callable[[Transfer], tuple[int, int]]
     return dict(sorted(found.items()))
 
 
-def _frame(transfers: Sequence[Transfer], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """Return a (bytes,) uint8 tensor on the host, and the views in it that hold the pieces, in their shapes."""
-    sizes = [math.prod(transfer.shape) for transfer in transfers]
-    num_bytes = sum(sizes) * dtype.itemsize
-    frame = torch.zeros(-(-num_bytes // _MARK_BYTES) * _MARK_BYTES + _MARK_BYTES, dtype=torch.uint8)
-    parts = torch.split(frame[:num_bytes].view(dtype), sizes)
-    return frame, [part.view(transfer.shape) for part, transfer in zip(parts, transfers, strict=True)]
+def _places(plan: ReallocationPlan, transfer: Transfer) -> tuple[tuple[int, ...], ...]:
+    """Return the shape of a piece, and where it lies in the tensors of both ranks."""
+    held = plan.source.local_shape(transfer.param, transfer.sender)
+    wanted = plan.target.local_shape(transfer.param, transfer.receiver)
+    return transfer.shape, transfer.sender_offset, held, transfer.receiver_offset, wanted
+
+
+class _Frame:
+    """Pieces of one version for one rank in host memory, then their version and checksums, then a mark."""
+
+    def __init__(
+        self,
+        plan: ReallocationPlan,
+        transfers: Sequence[Transfer],
+        dtype: torch.dtype,
+        verify_weights: WeightVerification,
+    ) -> None:
+        self._dtype, self._verify_weights = dtype, verify_weights
+        counts = Counter(transfer.param for transfer in transfers)
+        families: dict[tuple[object, ...], list[Transfer]] = {}
+        for transfer in transfers if verify_weights != "off" else ():
+            geometry = (*_places(plan, transfer), counts[transfer.param])
+            families.setdefault(geometry, []).append(transfer)
+        self._families = [(members, samples_per_box(counts[members[0].param])) for members in families.values()]
+        self.checked = [transfer.param for members, _ in self._families for transfer in members]
+        """Parameter of each checksum."""
+        sizes = [math.prod(transfer.shape) for transfer in transfers]
+        num_bytes = sum(sizes) * dtype.itemsize
+        num_words, end = 1 + len(self.checked), -(-num_bytes // _WORD_BYTES) * _WORD_BYTES
+        self.content = torch.zeros(end + (num_words + 1) * _WORD_BYTES, dtype=torch.uint8)
+        """(bytes,) uint8 tensor; the last byte is the mark."""
+        self.proof = self.content[end : end + num_words * _WORD_BYTES].view(torch.int64)
+        """Version and checksums."""
+        parts = torch.split(self.content[:num_bytes].view(dtype), sizes)
+        self.parts = [part.view(transfer.shape) for part, transfer in zip(parts, transfers, strict=True)]
+        """Views that hold the pieces, in their shapes."""
+
+    def checksums(self, held: Mapping[str, Tensor], offset: Callable[[Transfer], tuple[int, ...]]) -> Checksums:
+        """Return the checksums of the pieces where ``held`` has them, from ``offset`` on."""
+        found = []
+        for members, num_samples in self._families:
+            first, shape = members[0], tuple(held[members[0].param].shape)
+            box = HeldBox(first.shape, offset(first), shape, (0,) * len(shape), first.shape, num_samples, 0)
+            found.append(BoxFamily(tuple(each.param for each in members), (box,)))
+        return Checksums(found, held, dtype=self._dtype, is_sampled=self._verify_weights == "sampled")

@@ -319,7 +319,8 @@ class RunMetrics:
 
 def reallocation_metrics(call: str, report: ReallocationReport) -> dict[str, float]:
     """Return one rank's metrics of the reallocation before a call."""
-    return {f"{_MOVE_S}{call}": report.seconds, f"{_MOVED_BYTES}{call}": float(report.bytes_moved)}
+    metrics = {f"{_MOVE_S}{call}": report.seconds, f"{_MOVED_BYTES}{call}": float(report.bytes_moved)}
+    return metrics | ({f"weight_check_s/{call}": report.check_s} if report.num_checked else {})
 
 
 def speculation_metrics(call: str, stats: GenerationStats) -> dict[str, float]:

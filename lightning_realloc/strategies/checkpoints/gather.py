@@ -40,8 +40,9 @@ def gather_weights(
             world_size=facts.world_size,
             dtype=dtypes[window[0]],
             device=facts.device,
+            role=replica.role,
         )
-        reallocation.run()
+        reallocation.run(replica.version)
         full |= {name: tensor.to("cpu", copy=True) for name, tensor in reallocation.target_tensors.items()}
         reallocation.release()
     return full | {alias: full[owner] for alias, owner in model.aliases if names is None and owner in full}

@@ -347,7 +347,7 @@ class Profiler:
         home, copied = ModelLayout(spec, source), ModelLayout(spec, target)
         if options.facts.world_size > 1:
             parallelize(model, home, machine.meshes, tp_plan=subject.tp_plan)
-        reallocation = options.reallocation(home, local_tensors(model), copied, transport=transport)
+        reallocation = options.reallocation(home, local_tensors(model), copied, role=subject.key, transport=transport)
         reallocation.run()
         took = min(reallocation.run().seconds for _ in range(NUM_REALLOCATIONS))
         size = spec.num_elements * options.copy_dtype.itemsize

@@ -309,7 +309,7 @@ class ModelPool:
         report = added_reports(reports)
         if report is not None:
             self._reports[call] = report
-            self.seconds_moving += report.seconds
+            self.seconds_moving += report.seconds + report.check_s
         return report
 
     def _fill(self, call: str, role: str) -> ReallocationReport | None:
@@ -329,7 +329,7 @@ class ModelPool:
         if target.weight_copy is None or (has_own_memory and target.weight_copy.is_shared):
             frozen_names = self._frozen[home.role]
             target.weight_copy = connect_copy(home, target, frozen_names, self._options, is_shared=not has_own_memory)
-        report = target.weight_copy.run(frozen=frozen, trained=trained)
+        report = target.weight_copy.run(home, frozen=frozen, trained=trained)
         target.frozen_version = home.frozen_version
         if trained:
             target.version = home.version

@@ -13,7 +13,7 @@ from lightning_realloc.runtime.model.choice_biases import copy_biases
 from lightning_realloc.runtime.parallel.shards import local_tensors, reshard
 from lightning_realloc.runtime.transfer.executor import Reallocation
 from lightning_realloc.strategies.pool.pool_options import PoolOptions
-from lightning_realloc.strategies.pool.replica import Replica, sync_biases
+from lightning_realloc.strategies.pool.replica import Replica, prove_biases, sync_biases
 
 
 class AveragedRoles:
@@ -49,14 +49,15 @@ class AveragedRoles:
         if average.role not in self._reallocations:
             self._reallocations[average.role] = self._connect(trained, average)
         reallocation = self._reallocations[average.role]
-        seconds = reallocation.run().seconds
+        report = reallocation.run(trained.version)
         if average.is_inside:
             ours = local_tensors(average.model)
             torch._foreach_lerp_(list(ours.values()), [reallocation.target_tensors[name] for name in ours], rate)
         reallocation.release()
         sync_biases(trained, self._options)
+        prove_biases(trained, trained, self._options)
         copy_biases(trained.model, average.model, rate=rate)
-        return seconds
+        return report.seconds + report.check_s
 
     def _connect(self, trained: Replica, average: Replica) -> Reallocation:
         """Return the reallocation from the trained role's layout to the average's."""
@@ -69,5 +70,6 @@ class AveragedRoles:
             trained.model_layout,
             trained.held_tensors(),
             average.model_layout,
+            role=trained.role,
             dtype=next(average.model.parameters()).dtype,
         )

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.model import ModelLayout
-from lightning_realloc.runtime.transfer.agreement import TransportName
+from lightning_realloc.runtime.transfer.agreement import TransportName, WeightVerification
 from lightning_realloc.runtime.transfer.executor import Reallocation
 from lightning_realloc.strategies.pool.precision import copy_dtype_of, master_dtype_of
 
@@ -52,6 +52,8 @@ class PoolOptions:
     """This rank, the cluster in which senders are chosen, and the precision that dtypes follow from."""
     transport: TransportName
     """How weights travel; ``auto`` probes."""
+    verify_weights: WeightVerification
+    """Elements that are compared after weights moved."""
     tp_plans: Mapping[str, Mapping[str, str]]
     """Role -> tensor-parallel styles, for models without a plan of their own."""
     averages: Mapping[str, MovingAverage]
@@ -95,6 +97,7 @@ class PoolOptions:
         held: Mapping[str, Tensor],
         target: ModelLayout,
         *,
+        role: str,
         dtype: torch.dtype | None = None,
         transport: TransportName | None = None,
         target_tensors: dict[str, Tensor] | None = None,
@@ -111,11 +114,13 @@ class PoolOptions:
             cluster=self.facts.cluster,
             transport=transport or self.transport,
             target_tensors=target_tensors,
+            verify_weights=self.verify_weights,
+            role=role,
         )
 
     def require_same(self, options: PoolOptions) -> None:
         """Raise ConfigError, naming what differs, unless the models were laid out with these settings."""
-        for path in ("facts.world_size", "facts.precision", "transport", "tp_plans", "sharers"):
+        for path in ("facts.world_size", "facts.precision", "transport", "verify_weights", "tp_plans", "sharers"):
             ours, theirs = map(attrgetter(path), (self, options))
             if ours != theirs:
                 name = path.rpartition(".")[2]

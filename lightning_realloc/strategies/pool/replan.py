@@ -21,6 +21,7 @@ from lightning_realloc.strategies.pool.replica import Replica, sync_biases
 
 
 def _move(
+    what: str,
     old: Replica,
     new: Replica,
     held: Mapping[str, Tensor],
@@ -30,12 +31,17 @@ def _move(
 ) -> None:
     """Fill tensors ``room`` in the new replica's layout from tensors ``held`` in the old one's. Collective.
 
+    ``what`` names them in errors.
+
     Each names the same parameters on all ranks of its layout. Other parameters of the model stay.
     """
     names = {name for named in gather_objects([*held, *room]) for name in named}
     if names:
         source, target = old.model_layout.subset(names), new.model_layout.subset(names)
-        options.reallocation(source, held, target, dtype=dtype, transport="direct", target_tensors=room).run()
+        move = options.reallocation(
+            source, held, target, role=what, dtype=dtype, transport="direct", target_tensors=room
+        )
+        move.run(new.version)
 
 
 def move_weights(old: Replica, new: Replica, options: PoolOptions) -> None:
@@ -46,7 +52,7 @@ def move_weights(old: Replica, new: Replica, options: PoolOptions) -> None:
     for dtype in sorted(set().union(*gather_objects(mine)), key=str):
         sent = {name: tensor for name, tensor in held.items() if tensor.dtype == dtype}
         filled = {name: tensor for name, tensor in room.items() if tensor.dtype == dtype}
-        _move(old, new, sent, filled, dtype, options)
+        _move(old.role, old, new, sent, filled, dtype, options)
     reshard(new.model)
     ours = dict(old.model.named_buffers())
     for name, buffer in new.model.named_buffers():
@@ -94,7 +100,7 @@ def move_optimizer(old: Replica, new: Replica, optimizer: torch.optim.Optimizer,
             held = {name: local_tensor(state[name][key]) for name in chosen if name in state}
             mine = [name for name in chosen if name in after] if new.is_inside else []
             filled = {name: local_tensor(optimizer.state[after[name]][key]) for name in mine}
-            _move(old, new, held, filled, dtype, options)
+            _move(f"{old.role} optimizer {key}", old, new, held, filled, dtype, options)
 
 
 def _agree_on_members(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[set[str]]:

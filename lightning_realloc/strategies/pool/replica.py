@@ -35,7 +35,9 @@ from lightning_realloc.runtime.parallel.shards import (
     weightless_copy,
 )
 from lightning_realloc.runtime.parallel.stage import cut_stage
+from lightning_realloc.runtime.transfer.checksums import box_checksum
 from lightning_realloc.runtime.transfer.executor import Reallocation, ReallocationReport
+from lightning_realloc.runtime.transfer.weight_check import WeightSubject
 from lightning_realloc.strategies.pool.pool_options import PoolOptions
 
 
@@ -69,12 +71,19 @@ class WeightCopy:
         """This rank's share of the bytes in memory shared with other ranks."""
         return sum(part.shared_bytes for part in self._parts)
 
-    def run(self, *, frozen: bool, trained: bool) -> ReallocationReport | None:
-        """Copy frozen or trained weights or both; None if there are none. Collective over all ranks."""
-        due = (self.frozen if frozen else None, self.trained if trained else None)
+    def run(self, home: Replica, *, frozen: bool, trained: bool) -> ReallocationReport | None:
+        """Copy frozen or trained weights or both; None if there are none. Collective over all ranks.
+
+        Raises:
+            WeightMismatch: if this rank does not hold the weights of ``home`` then.
+        """
         if trained:
             self.copy_buffers()
-        return added_reports([part.run() for part in due if part is not None])
+        due = (
+            self.frozen.run(home.frozen_version) if frozen and self.frozen else None,
+            self.trained.run(home.version) if trained and self.trained else None,
+        )
+        return added_reports(due)
 
     def release(self) -> None:
         """Release the target replica's memory; see `Reallocation.release`."""
@@ -164,16 +173,17 @@ def connect_copy(
         source, there = home.model_layout.subset(chosen), target.model_layout.subset(chosen)
         sent = {name: tensor for name, tensor in held.items() if name in chosen}
         if not uses_storage:
-            return options.reallocation(source, sent, there, transport=None if is_shared else "direct")
+            return options.reallocation(source, sent, there, role=home.role, transport=None if is_shared else "direct")
         # FSDP allocated its shards itself; they are filled in place, which shared memory cannot do.
         room = {name: existing[name] for name in there.names(target.rank)}
-        return options.reallocation(source, sent, there, transport="direct", target_tensors=room)
+        return options.reallocation(source, sent, there, role=home.role, transport="direct", target_tensors=room)
 
     others = {param.name for param in home.model_layout.model.params} - frozen
 
     def copy_buffers() -> None:
         sync_biases(home, options)
         copy_biases(home.model, target.model)
+        prove_biases(home, target, options)
 
     weight_copy = WeightCopy(reallocation(frozen), reallocation(others), copy_buffers)
     if target.is_inside and not uses_storage:
@@ -197,6 +207,28 @@ def sync_biases(home: Replica, options: PoolOptions) -> None:
     trained = torch.stack(biases)
     dist.broadcast(trained, home.layout.ranks[0])
     torch._foreach_copy_(biases, list(trained))
+
+
+def prove_biases(home: Replica, target: Replica, options: PoolOptions) -> None:
+    """Compare the biases of a replica's routers with the home replica's, if training updates them. Collective.
+
+    Raises:
+        WeightMismatch: on every rank, if one has others.
+    """
+    if home.role not in options.biased or options.verify_weights == "off":
+        return
+    sums = [
+        [int(box_checksum(bias, (0,), bias.shape)) for bias in choice_biases(replica.model)]
+        for replica in (home, target)
+    ]
+    everyone = gather_objects(sums)
+    right = everyone[home.layout.ranks[0]][0]
+    for rank, (_, held) in enumerate(everyone):
+        names = [
+            f"router {number}'s bias" for number, pair in enumerate(zip(right, held, strict=True)) if len({*pair}) > 1
+        ]
+        if names:
+            raise WeightSubject(home.role, home.layout, target.layout, rank, "broadcast").mismatch(home.version, names)
 
 
 def undivided_like(blank: nn.Module, old: Replica) -> nn.Module:
@@ -241,4 +273,6 @@ def _added(one: ReallocationReport, other: ReallocationReport) -> ReallocationRe
         bytes_written=one.bytes_written + other.bytes_written,
         seconds=one.seconds + other.seconds,
         transport=one.transport if one.transport == other.transport else f"{one.transport}, {other.transport}",
+        num_checked=one.num_checked + other.num_checked,
+        check_s=one.check_s + other.check_s,
     )

@@ -49,10 +49,20 @@ class ReplicaStream:
         self._receiver: VersionReceiver | None = None
         if home.is_inside:
             source = local_tensors(home.model)
-            self._sender = VersionSender(plan, source, dtype=sent_dtype, group=group, tag=tag)
+            self._sender = VersionSender(
+                plan, source, dtype=sent_dtype, group=group, tag=tag, verify_weights=options.verify_weights
+            )
         elif target.is_inside:
-            filled = copied.target_tensors
-            self._receiver = VersionReceiver(plan, filled, dtype=sent_dtype, group=group, tag=tag)
+            self._receiver = VersionReceiver(
+                plan,
+                copied.target_tensors,
+                verify_weights=options.verify_weights,
+                role=home.role,
+                version=version,
+                dtype=sent_dtype,
+                group=group,
+                tag=tag,
+            )
 
     @property
     def senders(self) -> tuple[int, ...]:
