@@ -8,7 +8,6 @@ with a probability of about 2**-32, or less.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -185,23 +184,19 @@ class _Samples:
 
     def __init__(self, boxes: Sequence[HeldBox], device: torch.device) -> None:
         num_dims = max(1, *(len(box.shape) for box in boxes))
-        numbers, first, widths = [], [], []
-        for box in boxes:
-            count, numel = _num_samples(box), torch.Size(box.shape).numel()
-            bounds = [number * numel // count for number in range(count)] + [numel]
-            for number, (low, high) in enumerate(itertools.pairwise(bounds)):
-                is_fixed = number in (0, count - 1)
-                numbers.append(number)
-                first.append(high - 1 if is_fixed and number else low)
-                widths.append(1 if is_fixed else high - low)
-        self._numbers, self._first, self._widths = (
-            torch.tensor(values, dtype=torch.int64, device=device) for values in (numbers, first, widths)
-        )
         counts = torch.tensor([_num_samples(box) for box in boxes])
         padded = torch.tensor([_padded_geometry(box, num_dims) for box in boxes], dtype=torch.int64)
-        geometry = padded.view(len(boxes), 5, num_dims).repeat_interleave(counts, 0).permute(1, 2, 0).to(device)
-        self._sizes, self._held_offsets, self._held_shapes, self._offsets, self._shapes = geometry.contiguous()
-        self._columns = torch.tensor([box.column for box in boxes]).repeat_interleave(counts).to(device)
+        owner = torch.arange(len(boxes)).repeat_interleave(counts)
+        geometry = padded.view(len(boxes), 5, num_dims)[owner].permute(1, 2, 0).contiguous().to(device)
+        self._sizes, self._held_offsets, self._held_shapes, self._offsets, self._shapes = geometry
+        self._columns = torch.tensor([box.column for box in boxes])[owner].to(device)
+        numbers = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
+        count, numel = counts[owner], padded[:, :num_dims].prod(1)[owner]
+        low, high = (number * numel // count for number in (numbers, numbers + 1))
+        is_first, is_last = numbers == 0, numbers == count - 1
+        first = torch.where(is_last & ~is_first, high - 1, low)
+        widths = torch.where(is_first | is_last, 1, high - low)
+        self._numbers, self._first, self._widths = (part.to(device) for part in (numbers, first, widths))
 
     def draw(self, seed: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return flat indices in the held tensors, keys, and columns; three (N,) int64 tensors, box by box."""

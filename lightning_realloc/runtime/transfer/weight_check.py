@@ -92,17 +92,14 @@ class WeightCheck:
         self._names = pieces.received_names()
         compared = [name not in aliased for name in self._names]
         self._compared = torch.tensor(compared, dtype=torch.bool, device=device)
-        given, self._sent = pieces.given(are_own_needed=any(compared))
+        self.num_tensors = sum(compared)
+        """Tensors that this rank compares."""
+        given, sent = pieces.given(are_own_needed=any(compared))
+        self._sent = {peer: places.to(device) for peer, places in sent.items()}
         self._given = Checksums(given, source, dtype=dtype, is_sampled=is_sampled)
         self._held = Checksums(pieces.held(), target, dtype=dtype, is_sampled=is_sampled)
-        self._received = pieces.received()
+        self._received = {peer: places.to(device) for peer, places in pieces.received().items()}
 
-    @property
-    def num_tensors(self) -> int:
-        """Tensors that this rank compares."""
-        return int(self._compared.sum())
-
-    @torch.no_grad()
     def run(self, version: int) -> CheckCount:
         """Compare this rank's target tensors with the source. Every rank calls it right after the weights moved.
 
@@ -110,37 +107,47 @@ class WeightCheck:
             WeightMismatch: for a parameter that differs, or if another rank sent another version.
         """
         start = time.perf_counter()
-        self._num_runs += 1
-        given = self._given.compute(self._num_runs)
-        arrived = self._exchange(given, (version, self._num_runs))
-        if self.num_tensors:
-            expected = torch.zeros(len(self._names), dtype=torch.int64, device=self._device)
-            for sender, places in self._received.items():
-                expected.index_add_(0, places.to(self._device), arrived[sender].to(self._device))
-            differs = (expected != self._held.compute(self._num_runs)) & self._compared
-            if differs.any():
-                names = [name for name, is_wrong in zip(self._names, differs.tolist(), strict=True) if is_wrong]
-                raise self._subject.mismatch(version, names)
+        self.compare(version, self._exchange(self.messages(version)))
         return CheckCount(self.num_tensors, time.perf_counter() - start)
 
-    def _exchange(self, given: Tensor, stamps: tuple[int, int]) -> dict[int, Tensor]:
-        """Send checksums to the ranks that need them, and return those from each rank, this one included."""
+    def messages(self, version: int) -> dict[int, Tensor]:
+        """Return rank -> version and checksums that it needs of this rank's source tensors, this rank included."""
+        self._num_runs += 1
+        stamps = torch.tensor([version, self._num_runs], device=self._device)
+        given = self._given.compute(self._num_runs)
+        return {peer: torch.cat([stamps, given[places]]) for peer, places in self._sent.items()}
+
+    def compare(self, version: int, arrived: Mapping[int, Tensor]) -> None:
+        """Compare this rank's target tensors with the messages of the ranks that sent one, this rank included.
+
+        Raises:
+            WeightMismatch: see `run`.
+        """
+        expected = torch.zeros(len(self._names), dtype=torch.int64, device=self._device)
+        for sender, message in arrived.items():
+            theirs, num_runs = message[:_NUM_STAMPS].tolist()
+            if (theirs, num_runs) != (version, self._num_runs):
+                raise self._subject.stale(version, theirs)
+            expected.index_add_(0, self._received[sender], message[_NUM_STAMPS:])
+        if not self.num_tensors:
+            return
+        differs = (expected != self._held.compute(self._num_runs)) & self._compared
+        if differs.any():
+            names = [name for name, is_wrong in zip(self._names, differs.tolist(), strict=True) if is_wrong]
+            raise self._subject.mismatch(version, names)
+
+    def _exchange(self, outgoing: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Send messages to their ranks, and return those for this rank."""
         rank = self._subject.rank
+        own = {rank: outgoing.pop(rank)} if rank in outgoing else {}
         wire = torch.device("cpu") if default_backend(self._device) == "gloo" else self._device
-        stamped, ready = torch.tensor(stamps, device=wire), given.to(wire)
-        outgoing = {peer: torch.cat([stamped, ready[places.to(wire)]]) for peer, places in self._sent.items()}
         incoming = {
             peer: torch.zeros(_NUM_STAMPS + len(places), dtype=torch.int64, device=wire)
             for peer, places in self._received.items()
             if peer != rank
         }
-        own = {rank: outgoing.pop(rank)} if rank in outgoing else {}
-        exchange(outgoing, incoming, self._device)
-        for message in incoming.values():
-            theirs = tuple(message[:_NUM_STAMPS].tolist())
-            if theirs != stamps:
-                raise self._subject.stale(stamps[0], theirs[0])
-        return {peer: message[_NUM_STAMPS:] for peer, message in {**incoming, **own}.items()}
+        exchange({peer: message.to(wire) for peer, message in outgoing.items()}, incoming, self._device)
+        return own | {peer: message.to(self._device) for peer, message in incoming.items()}
 
 
 class _Pieces:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_realloc.errors import WeightMismatch
 from lightning_realloc.layout import ModelLayout
 from lightning_realloc.realloc.planner import plan_reallocation
+from lightning_realloc.runtime.transfer.point_to_point import CopyList
 from lightning_realloc.runtime.transfer.version_stream import VersionReceiver, VersionSender
 from tests.matrices import matrix
 from tests.runtime.transfer.reallocation_cases import full_tensors, lay_out, local_reference
@@ -99,3 +103,71 @@ def _lose_the_sender() -> None:
 def test_a_lost_sender_is_an_error(workers: WorkerPool) -> None:
     with pytest.raises(WorkerFailure, match=r"RankLost.*ended while weights were on their way"):
         workers.run(_lose_the_sender, world_size=2, deadline_s=60.0)
+
+
+FAULTS = {
+    "sends old pieces": r"version 1 of .* 'embed' differs",
+    "sends an old frame": "a source rank sent version 0",
+    "announces an old version": "a source rank sent version 0",
+    "does not write a piece": "differs from the source's",
+    "writes half a piece": "'layers.0.down' differs",
+    "swaps two layers": "'layers.0.gate_up' differs from the source's, and so do 1 other parameter",
+    "rounds values": "differs from the source's",
+}
+
+
+def _spoil(source_text: str, target_text: str, fault: str) -> str:
+    """Send version 0 in order and version 1 with a fault; return the error of the receiving rank."""
+    _, tensors, end = _ends(source_text, target_text, torch.float32)
+    if isinstance(end, VersionSender):
+        end.send(0)
+        end.wait()
+        for tensor in tensors.values():
+            tensor.mul_(1.01)
+        before = [frame.clone() for frame in end._frames.values()]
+        if fault == "sends old pieces":
+            end._copies = CopyList()
+        if fault in ("sends an old frame", "announces an old version"):
+            start = end._start
+            for frame, old in zip(end._frames.values(), before, strict=True):
+                if fault == "sends an old frame":
+                    end._start = lambda v, frames, f=frame, o=old: (f.copy_(o), start(v, frames))  # type: ignore
+                else:
+                    end._start = lambda v, frames: start(0, frames)  # type: ignore[method-assign]
+        end.send(1)
+        end.wait()
+    elif end is not None:
+        assert end.receive() == 0
+        end.wait()
+        kept = {name: tensor.clone() for name, tensor in tensors.items()}
+        if fault == "does not write a piece":
+            end._copies.targets.pop(), end._copies.sources.pop()
+        copy = end._copies.run
+
+        def write() -> None:
+            copy()
+            if fault == "writes half a piece":
+                held, before = tensors["layers.0.down"].view(-1), kept["layers.0.down"].view(-1)
+                held[len(held) // 2 :] = before[len(held) // 2 :]
+            if fault == "swaps two layers":
+                one, two = (tensors[f"layers.{block}.gate_up"] for block in range(2))
+                one.copy_(two.clone()), two.copy_(kept["layers.0.gate_up"] * 1.01)
+            if fault == "rounds values":
+                tensors["head"].copy_(tensors["head"].bfloat16())
+
+        end._copies = SimpleNamespace(run=write)
+        try:
+            end.receive()
+        except WeightMismatch as error:
+            return str(error)
+    return ""
+
+
+def _spoil_in_turn() -> dict[str, str]:
+    return {fault: _spoil("fsdp2@0-1", "dp1@2", fault) for fault in FAULTS}
+
+
+def test_a_fault_at_any_stage_of_a_stream_is_found_before_the_version_is_used(workers: WorkerPool) -> None:
+    errors = workers.run(_spoil_in_turn, world_size=3, deadline_s=60.0)[2]
+    for fault, words in FAULTS.items():
+        assert re.search(words, errors[fault]), (fault, errors[fault])
