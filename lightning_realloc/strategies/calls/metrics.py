@@ -42,6 +42,8 @@ _ROW_STEPS = "row_steps/"
 """Prefix of a call's decoding steps, summed over its samples. Not logged."""
 _MOVE_S = "reallocation_s/"
 """Prefix of the seconds in which weights moved before a call."""
+_CHECK_S = "reallocation_check_s/"
+"""Prefix of the seconds in which ranks compared the weights that had moved before a call."""
 _FACTOR = "factor/"
 """Prefix of means that others are multiplied with. Not logged."""
 _MOVED_BYTES = "reallocation_bytes/"
@@ -320,7 +322,7 @@ class RunMetrics:
 def reallocation_metrics(call: str, report: ReallocationReport) -> dict[str, float]:
     """Return one rank's metrics of the reallocation before a call."""
     metrics = {f"{_MOVE_S}{call}": report.seconds, f"{_MOVED_BYTES}{call}": float(report.bytes_moved)}
-    return metrics | ({f"weight_check_s/{call}": report.check_s} if report.num_checked else {})
+    return metrics | ({f"{_CHECK_S}{call}": report.check_s} if report.num_checked else {})
 
 
 def speculation_metrics(call: str, stats: GenerationStats) -> dict[str, float]:

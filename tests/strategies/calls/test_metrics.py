@@ -20,12 +20,13 @@ from tests.workers import WorkerPool
 
 def test_bytes_and_seconds_become_rates() -> None:
     report = ReallocationReport(
-        bytes_moved=3 * 10**9, bytes_minimum=3 * 10**9, bytes_written=0, seconds=1.5, transport="direct"
-    )
+        bytes_moved=3 * 10**9, bytes_minimum=3 * 10**9, bytes_written=0, seconds=1.5, transport="direct",
+        num_checked=10, check_s=0.25,
+    )  # fmt: skip
     metrics = reallocation_metrics("actor.generate", report) | {ITERATION_S: 4.0, "seconds/actor.generate": 2.0}
     assert with_rates(metrics, num_tokens=1000) == {
         "reallocation_s/actor.generate": 1.5, "reallocation_GB_per_s/actor.generate": 2.0,
-        "tokens_per_s": 250.0, "seconds/actor.generate": 2.0,
+        "reallocation_check_s/actor.generate": 0.25, "tokens_per_s": 250.0, "seconds/actor.generate": 2.0,
     }  # fmt: skip
 
 
@@ -63,7 +64,9 @@ def logged_rates() -> list[dict[str, float]]:
 def test_a_run_logs_the_same_rates_on_all_ranks(workers: WorkerPool) -> None:
     first, second = workers.run(logged_rates, world_size=2, init_process_group=False)
     assert first == second
-    names = {"reallocation_s/actor.generate", "reallocation_GB_per_s/actor.generate"}
+    names = {
+        f"{name}/actor.generate" for name in ("reallocation_s", "reallocation_GB_per_s", "reallocation_check_s")
+    }
     assert set(first[0]) == names
     assert set(first[1]) == names | {"tokens_per_s", "idle_share"}
     assert all(value > 0 for name, value in first[1].items() if name != "idle_share")
