@@ -17,7 +17,7 @@ from torch import Tensor
 SAMPLES_PER_TENSOR = 256
 """Elements of a tensor that a sampled checksum reads. Raising it finds smaller changes and takes longer."""
 _MIN_SAMPLES_PER_BOX = 4
-_CHUNK_ELEMENTS = 1 << 15
+_CHUNK_ELEMENTS = 1 << 16
 """Elements whose bits are in memory at the same time; they fit into a core's cache."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NAN_BITS = 0x7FC0
