@@ -42,6 +42,16 @@ if TYPE_CHECKING:  # imported where samples move
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class GivenWeights:
+    """Weights that another process was given for generation."""
+
+    num_bytes: int = 0
+    """Bytes of all updates."""
+    seconds: float = 0.0
+    """Seconds of all updates, without those in which the process started."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCall:
     """One call of an engine, with checked arguments."""
@@ -117,6 +127,16 @@ class Engine(ABC):
     @property
     def migration_stats(self) -> MigrationStats | None:
         """Samples that moved from and to this rank in the last call, and their cost; None where samples stay."""
+        return None
+
+    @property
+    def merges_adapters(self) -> bool:
+        """Whether the model's adapters are to be merged into its weights while the engine generates."""
+        return True
+
+    @property
+    def given_weights(self) -> GivenWeights | None:
+        """Weights that another process was given in the last call; None for an engine that reads the model's own."""
         return None
 
     @property

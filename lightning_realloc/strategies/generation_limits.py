@@ -45,17 +45,12 @@ def option_without_stages(algorithm: RunnableAlgorithm) -> str | None:
     return next((option for option, is_set in asked.items() if is_set), None)
 
 
-def can_divide_tensors(algorithm: RunnableAlgorithm) -> bool:
-    """Return whether ranks of a generating call may divide tensors."""
-    return "tensor_parallel" in CAPABILITIES[algorithm.engine]
-
-
 def generation_limits(algorithm: RunnableAlgorithm) -> GenerationLimits:
     """Return the layouts in which the options of an algorithm let it generate."""
     return {
         "generates_in_stages": option_without_stages(algorithm) is None,
         "generates_in_lockstep": option_without_lockstep(algorithm) is None,
-        "generates_in_tensor_parallel": can_divide_tensors(algorithm),
+        "generates_in_tensor_parallel": "tensor_parallel" in CAPABILITIES[algorithm.engine],
     }
 
 
@@ -74,11 +69,6 @@ def refuse_generation_layout(algorithm: RunnableAlgorithm, call: str, layout: La
         raise GenerationError(
             f"{runs_in}, whose ranks hold a stage each, and {asked} needs all layers on a rank; leave it out, or give "
             f"{call} a layout with pp=1"
-        )
-    if layout.dims.tp > 1 and not can_divide_tensors(algorithm):
-        raise GenerationError(
-            f"{runs_in}, and engine={algorithm.engine!r} takes over whole weights from each rank; give it a layout "
-            f"with tp=1, such as dp{layout.dims.size}, or use engine='native'"
         )
     server = None if algorithm.generation_options.vllm is None else algorithm.generation_options.vllm.address
     if server is not None and len(layout.ranks) > 1:

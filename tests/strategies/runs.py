@@ -88,7 +88,7 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     # "tokens_per_s" stands for "tokens_per_step/", too.
     clock = (
         "seconds/", "hidden_s/", "idle_share", "reallocation_", "tokens_per_s", "moved_samples/", "peak_memory_GiB",
-        "waiting_share/", "environment_s", "tool_s/", "partner_s/",
+        "waiting_share/", "environment_s", "tool_s/", "partner_s/", "given_s/",
     )  # fmt: skip
     return {name: float(value) for name, value in metrics.items() if not name.startswith(clock)}
 

@@ -8,8 +8,11 @@ through vLLM's interface of weight transfer.
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import mmap
+import multiprocessing
+import multiprocessing.connection
 import os
 import socket
 import struct
@@ -18,11 +21,12 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 _LENGTH = struct.Struct(">I")
 
@@ -84,16 +88,18 @@ def serve_rank() -> None:
         send(connection, engine.description())
         while (message := receive(connection, most_bytes=most_bytes)) is not None:
             send(connection, {"done": getattr(engine, message.pop("do"))(**message)})
-    except Refused as refused:
-        send(connection, {"refused": str(refused)})
     except Exception as error:
-        traceback.print_exc()
+        fails_again = getattr(error, "fails_again", False)
+        if not fails_again:
+            traceback.print_exc()
         with suppress(OSError):
-            send(connection, {"error": f"{type(error).__name__}: {error}"})
+            send(connection, {"refused": str(error)} if fails_again else {"error": f"{type(error).__name__}: {error}"})
 
 
-class Refused(Exception):
-    """A request or a model that would fail again; the message says why, and the way out."""
+class AdaptersRefused(Exception):
+    """Adapters that would fail again; the message says why, and the way out."""
+
+    fails_again = True
 
 
 def vllm_version() -> str | None:
@@ -116,7 +122,7 @@ class ServedEngine:
     Args:
         connection: To the rank, for responses that finish while a call runs.
         llm: Arguments of `vllm.LLM`.
-        images: Arguments of `ImagePrompts` besides vLLM; None: all prompts are text.
+        images: Arguments of `child_images.ImagePrompts` besides vLLM; None: all prompts are text.
     """
 
     longest_silence_s = 1.0
@@ -128,13 +134,17 @@ class ServedEngine:
         import vllm
 
         if llm["weight_transfer_config"]["backend"] == "shared_memory":
-            _register_shared_memory()
+            register_shared_memory()
         self._vllm, self._connection = vllm, connection
         self._llm = vllm.LLM(**llm)
+        threading.Thread(target=_end_with_workers, daemon=True).start()
         self._llm.collective_rpc(_report_tempered_logprobs)
         self._llm.init_weight_transfer_engine({"init_info": {}})
         self._most_running = int(llm["max_num_seqs"])
-        self._images = None if images is None else ImagePrompts(self._llm, **images)
+        self._images = None if images is None else _image_prompts(self._llm, images)
+        self._version = ""
+        self._adapter: Any = None
+        """LoRARequest of the adapters that responses use; None: the base alone."""
 
     def description(self) -> dict[str, Any]:
         """Return properties that the rank checks."""
@@ -150,8 +160,39 @@ class ServedEngine:
         self._llm.update_weights({"update_info": chunk})
 
     def finish_update(self, version: str) -> None:
-        """Use the new weights: label them, and forget keys, values and features of images of the old ones."""
+        """Use the new weights, and label them."""
         self._llm.finish_weight_update(version)
+        self._version, self._adapter = version, None
+        self._forget()
+
+    def take_adapters(self, **chunk: Any) -> None:
+        """Copy a part of the adapters' weights; the rank may overwrite it afterwards."""
+        self._llm.collective_rpc(_take_adapters, args=(chunk,))
+
+    def use_adapters(self, settings: dict[str, Any], version: str) -> None:
+        """Use the adapters that were copied in place of earlier ones, and label them.
+
+        vLLM labels updates of whole weights alone, so an adapter's name is its label.
+        """
+        from vllm.lora.request import LoRARequest
+
+        number = 1
+        if self._adapter is not None:
+            number = self._adapter.lora_int_id + 1
+            self._llm.llm_engine.remove_lora(self._adapter.lora_int_id)
+        unknown = sorted(set().union(*self._llm.collective_rpc(_prepare_adapters, args=(settings,))))
+        if unknown:
+            raise AdaptersRefused(
+                f"vLLM takes no adapters of {', '.join(unknown)}; name other target_modules, or hand merged weights "
+                f"over by VLLMOptions(merge_adapters=True), or use engine='native'"
+            )
+        self._adapter = LoRARequest(version, number, "in memory")
+        if not self._llm.llm_engine.add_lora(self._adapter):
+            raise RuntimeError("vLLM did not take the adapters")
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget keys, values and features of images of earlier weights."""
         self._llm.llm_engine.reset_encoder_cache()
         self._llm.reset_mm_cache()  # of pixels: an iteration has other images
         if not self._llm.reset_prefix_cache():
@@ -172,7 +213,7 @@ class ServedEngine:
                 num_steps += 1
                 finished = [output for output in engine.step() if output.finished]
             for output in finished:
-                send(self._connection, {"response": _response(output)})
+                send(self._connection, {"response": self._response(output)})
             if finished or time.monotonic() - said > self.longest_silence_s:
                 said = time.monotonic()
                 send(self._connection, {"alive": num_steps})
@@ -191,7 +232,21 @@ class ServedEngine:
         if request["images"]:
             assert self._images is not None, "vLLM was started for prompts without images"
             prompt = self._images.prompt(request["prompt"], request["images"])
-        self._llm.llm_engine.add_request(str(request["index"]), prompt, params)
+        self._llm.llm_engine.add_request(str(request["index"]), prompt, params, lora_request=self._adapter)
+
+    def _response(self, output: Any) -> dict[str, Any]:
+        (made,) = output.outputs
+        logprobs = [entry[token].logprob for entry, token in zip(made.logprobs, made.token_ids, strict=True)]
+        versions = sorted({span.version for span in made.weight_versions or ()})
+        if self._adapter is not None and versions == [self._version]:
+            versions = [output.lora_request.lora_name]
+        return {
+            "index": int(output.request_id),
+            "token_ids": list(made.token_ids),
+            "logprobs": logprobs,
+            "reason": made.finish_reason,
+            "versions": versions,
+        }
 
     def sleep(self) -> None:
         """Free the device's memory; weights and keys and values are gone."""
@@ -202,99 +257,21 @@ class ServedEngine:
         self._llm.wake_up()
 
 
-class ImagePrompts:
-    """Prompts in which a token stands for each part of an image already, as training reads them.
-
-    vLLM itself takes prompts with one placeholder for an image, and would expand the first token of each again.
-
-    Args:
-        placeholders: Tokens that stand for parts of images.
-        backend: Library by which transformers makes pixels for training, "pil" or "torchvision". They resize otherwise.
-    """
-
-    def __init__(self, llm: Any, placeholders: Collection[int], backend: str) -> None:
-        self._renderer, self._placeholders = llm.renderer, frozenset(placeholders)
-        processor: Any = self._renderer.mm_processor
-        if processor is None:
-            config = llm.model_config.hf_config
-            raise Refused(f"vLLM reads no images with {config.architectures[0]}; use engine='native' or engine='hf'")
-        if llm.model_config.is_mm_prefix_lm and llm.llm_engine.vllm_config.device_config.device_type == "cpu":
-            raise Refused(
-                f"tokens of an image see each other in {llm.model_config.hf_config.architectures[0]}, and vLLM's "
-                f"attention on CPU hides later ones; use engine='native' or engine='hf', or a GPU"
-            )
-        _use_backend(processor.info.get_hf_processor(), llm.model_config.model, backend)
-        processor._apply_prompt_updates = lambda token_ids, updates: (
-            token_ids,
-            processor._find_mm_placeholders(token_ids, updates),
-        )
-        processor._validate_mm_placeholders = lambda found, counts: None  # `prompt` does, and names the places
-
-    def prompt(self, token_ids: Sequence[int], paths: Sequence[str]) -> Any:
-        """Return a prompt with the images in these files, as vLLM's engine takes it.
-
-        Raises:
-            Refused: if vLLM gives features of images to other tokens than training does.
-        """
-        given = {"prompt_token_ids": list(token_ids), "multi_modal_data": {"image": _opened(tuple(paths))}}
-        (made,) = self._renderer.render_cmpl([given])
-        ranges = made["mm_placeholders"].get("image", ())
-        found = [place for each in ranges for place in places_in(each)]
-        expected = [place for place, token in enumerate(token_ids) if token in self._placeholders]
-        if found != expected or list(made["prompt_token_ids"]) != list(token_ids):
-            raise Refused(
-                f"vLLM finds {len(ranges)} images of a prompt's {len(paths)}, whose parts are {_spans(found)}, and the "
-                f"run's processor put them at {_spans(expected)}; give the run and vLLM the same version of "
-                f"transformers and one processor, or use engine='native' or engine='hf'"
-            )
-        return made
+def _image_prompts(llm: Any, images: Mapping[str, Any]) -> Any:
+    spec = importlib.util.spec_from_file_location("child_images", Path(__file__).with_name("child_images.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.ImagePrompts(llm, **images)
 
 
-def _use_backend(processor: Any, folder: str, backend: str) -> None:
-    """Make pixels by a library; vLLM shares the processor between all prompts."""
-    from transformers import AutoImageProcessor
-
-    if getattr(processor.image_processor, "backend", "pil") != backend:
-        processor.image_processor = AutoImageProcessor.from_pretrained(folder, backend=backend)
-    if getattr(processor.image_processor, "backend", "pil") != backend:
-        raise Refused(
-            f"training makes pixels by {backend}, which vLLM's environment lacks; install it there, or in neither"
-        )
-
-
-def places_in(found: Any) -> list[int]:
-    """Return the tokens of a range of vLLM's that get features of an image."""
-    marks = [True] * found.length if found.is_embed is None else found.is_embed.tolist()
-    return [found.offset + place for place, marked in enumerate(marks) if marked]
-
-
-def _spans(places: Sequence[int]) -> str:
-    """Return the first and last of some tokens, and how many there are."""
-    return f"{len(places)} tokens from {places[0]} to {places[-1]}" if places else "no tokens"
-
-
-@lru_cache(maxsize=1)  # the responses to a prompt are requests one after another
-def _opened(paths: tuple[str, ...]) -> list[Any]:
-    """Return images as training reads them: upright, and in RGB without transparency."""
-    from PIL import Image, ImageOps
-
-    try:
-        return [ImageOps.exif_transpose(Image.open(path)).convert("RGB") for path in paths]
-    except OSError as error:
-        raise Refused(f"vLLM cannot read an image: {error}; leave images as they are during a run") from error
-
-
-def _response(output: Any) -> dict[str, Any]:
-    (made,) = output.outputs
-    logprobs = [entry[token].logprob for entry, token in zip(made.logprobs, made.token_ids, strict=True)]
-    versions = sorted({span.version for span in made.weight_versions or ()})
-    return {
-        "index": int(output.request_id),
-        "token_ids": list(made.token_ids),
-        "logprobs": logprobs,
-        "reason": made.finish_reason,
-        "versions": versions,
-    }
+def _end_with_workers() -> None:
+    """End this process when one of vLLM's workers ends, whose answer it may wait for without a bound."""
+    workers = {process.sentinel: process for process in multiprocessing.active_children()}
+    for sentinel in multiprocessing.connection.wait(list(workers)) if workers else ():
+        code = workers[cast(int, sentinel)].exitcode
+        print(f"RuntimeError: a worker process of vLLM ended with exit code {code}", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def _report_tempered_logprobs(worker: Any) -> None:
@@ -317,7 +294,7 @@ def _report_tempered_logprobs(worker: Any) -> None:
     sampler.forward = tempered
 
 
-def _register_shared_memory() -> None:
+def register_shared_memory() -> None:
     """Register "shared_memory" with vLLM, as a backend of its weight transfer."""
     from vllm.distributed.weight_transfer import base, factory
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -346,7 +323,8 @@ def _register_shared_memory() -> None:
         def finish_weight_update(self) -> None:
             finalize_layerwise_reload(self.model, self.model_config)
             _pack_tied_head(self.model)
-            missing = sorted({name for name, _ in self.model.named_parameters()} - self._loaded)
+            known = {name.replace(".base_layer.", ".") for name, _ in self.model.named_parameters()}
+            missing = sorted(known - {name.replace(".base_layer.", ".") for name in self._loaded})
             if missing:
                 raise ValueError(f"no weights came for {', '.join(missing[:4])} ({len(missing)} in all)")
 
@@ -381,5 +359,37 @@ def _pack_tied_head(model: Any) -> None:
             head.quant_method.process_weights_after_loading(head)
 
 
+def _take_adapters(worker: Any, chunk: Mapping[str, Any]) -> None:
+    """Keep a chunk of adapters in a worker."""
+    kept = vars(worker).setdefault("taken_adapters", {})
+    kept.update(("base_model.model." + name, weight) for name, weight in weights_in(SimpleNamespace(**chunk), "cpu"))
+
+
+def _prepare_adapters(worker: Any, settings: Mapping[str, Any]) -> set[str]:
+    """Let a worker's next request for adapters load those that it keeps; return modules that vLLM cannot adapt."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    lora, kept, helper = worker.model_runner.lora_manager, worker.taken_adapters, PEFTHelper.from_dict(dict(settings))
+    manager, mapper = lora._adapter_manager, getattr(lora._adapter_manager.model, "hf_to_vllm_mapper", None)
+    mapper = None if mapper is None else mapper.get_rename_mapper()
+    packed = manager.packed_modules_mapping
+    known = {part for module in manager.supported_lora_modules for part in packed.get(module, [module])}
+
+    def load(request: Any) -> Any:
+        helper.validate_legal(lora.lora_config)
+        own = {name: weight.clone() for name, weight in kept.items()}  # vLLM scales them in place
+        return LoRAModel.from_lora_tensors(
+            request.lora_int_id, own, helper, device="cpu", dtype=lora.lora_config.lora_dtype, weights_mapper=mapper
+        )
+
+    lora._load_adapter = load
+    modules = {parse_fine_tuned_lora_name(name, mapper)[0].rpartition(".")[2] for name in kept}
+    return modules - known
+
+
 if __name__ == "__main__":
     serve_rank()
+elif __name__ == "__mp_main__":  # a worker, which is a process of its own under tensor parallelism
+    register_shared_memory()

@@ -101,8 +101,11 @@ class Connection(Protocol):
     def process_id(self) -> int | None:
         """Process of vLLM on this machine; None for a server."""
 
-    def update_weights(self, model: nn.Module, label: str) -> None:
-        """Replace vLLM's weights by the model's, label them, and drop keys and values of the old ones."""
+    def update_weights(self, model: nn.Module, label: str) -> int:
+        """Replace vLLM's weights by the model's, label them, and drop keys and values of the old ones.
+
+        Returns the bytes that vLLM was given.
+        """
 
     def generate(self, requests: Sequence[TokenRequest], sampling: Mapping[str, Any], on_response: OnResponse) -> int:
         """Complete all requests; return the number of forward passes, 0 if unknown.

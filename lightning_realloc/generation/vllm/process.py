@@ -15,21 +15,23 @@ import signal
 import socket
 import subprocess
 import sys
+import uuid
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_realloc.batch.prompt_images import PromptImages
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.vllm.child import receive, send
-from lightning_realloc.generation.vllm.hand_over import CudaIPCHandOver, SharedMemoryHandOver
+from lightning_realloc.generation.vllm.hand_over import CudaIPCHandOver, SharedMemoryHandOver, weights_of
+from lightning_realloc.generation.vllm.lone_adapters import adapter_names, adapter_settings, adapters_of, max_rank
 from lightning_realloc.generation.vllm.messages import (
     EngineLost,
     OnResponse,
@@ -40,6 +42,7 @@ from lightning_realloc.generation.vllm.messages import (
     reading,
 )
 from lightning_realloc.generation.vllm.owned_folder import OwnedFolder
+from lightning_realloc.generation.vllm.tensor_ranks import TensorRanks, visible_device
 from lightning_realloc.generation.vllm.vllm_options import VLLMOptions
 from lightning_realloc.runtime.dtypes import dtype_name
 from lightning_realloc.runtime.model.image_inputs import placeholder_ids
@@ -49,10 +52,12 @@ _OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE
 """Variables of torchrun, by which vLLM would take itself for one of the run's ranks."""
 _MARK = "LIGHTNING_REALLOC_VLLM"
 """Variable by which the processes of one vLLM are found."""
+_SHARED_FILE = re.compile(r"/dev/shm/\S+$", re.MULTILINE)
 _ERROR = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception): .*")
 _DEFAULTS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process: no further one can be left behind
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # no process but this one and workers of tensor parallelism
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked worker would hold the connection open
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks next to each other would all be bound to the first cores
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
@@ -70,10 +75,12 @@ class VLLMProcess:
         images: PromptImages | None,
         max_slots: int,
         max_cache_bytes: int | None,
+        ranks: TensorRanks | None = None,
     ) -> None:
         """Start vLLM for a model's configuration, and wait until it is ready. Its weights come later.
 
         ``images``: some of the prompts', whose processor vLLM gets; None: it reads text alone, and loads no tower.
+        ``ranks``: those that hold shards of the model, of which this is the first; None: the model is whole here.
 
         Raises:
             GenerationError: for an interpreter without vLLM, or with a version that was not tested, and for a model
@@ -82,30 +89,23 @@ class VLLMProcess:
         """
         self._timeout_s = options.timeout_s
         device: torch.device = next(model.parameters()).device
-        self._hand_over = CudaIPCHandOver() if device.type == "cuda" else SharedMemoryHandOver()
-        self._is_asleep = False
+        self._ranks, shared = ranks, SharedMemoryHandOver(ranks=ranks)
+        self._hand_over = CudaIPCHandOver() if device.type == "cuda" and ranks is None else shared
+        self._adapter_hand_over = shared
+        goes_alone = bool(adapter_names(model)) and not options.merge_adapters
+        self._adapters = adapter_settings(model) if goes_alone else None
+        """Settings of adapters that vLLM adds to the base weights itself; None: it gets whole weights alone."""
+        self._has_base = self._is_asleep = False
         self._folder = OwnedFolder()
-        folder = self._folder.path
-        config = copy.deepcopy(model.config)
-        config.architectures = config.architectures or [type(model).__name__]  # which vLLM would guess otherwise
-        config.save_pretrained(folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        if images is not None:
-            images.save_processor(folder)  # with its tokenizer
-        self._log = folder / "vllm.log"
+        _save_settings(self._folder.path, model, tokenizer, images)
+        self._log = self._folder.path / "vllm.log"
         python = options.python or _interpreter()
         self._mark = secrets.token_hex(8)
         self._process, self._socket = self._start(python, device)
         self._end = weakref.finalize(self, _end, self._process, self._socket, self._folder, self._mark)
-        arguments = self._arguments(model, options, max_slots, max_cache_bytes)
-        arguments["skip_tokenizer_init"] = tokenizer is None and images is None
-        placeholders = sorted(placeholder_ids(model))
-        read = None if images is None else {"placeholders": placeholders, "backend": images.backend}
-        if images is not None:
-            arguments.setdefault("limit_mm_per_prompt", {"video": 0})  # no memory is set aside for them
-        elif placeholders:
-            arguments["language_model_only"] = True
+        arguments = self._arguments(model, options, max_slots, max_cache_bytes, device)
+        arguments = _input_arguments(model, tokenizer, images) | arguments
+        read = None if images is None else {"placeholders": sorted(placeholder_ids(model)), "backend": images.backend}
         rank_zero_info(f"starting vLLM (log: {self._log})")
         try:
             with reading("vLLM's process"):
@@ -130,7 +130,7 @@ class VLLMProcess:
                     stdout=log,
                     stderr=log,
                     stdin=subprocess.DEVNULL,
-                    env=_environment(device) | {_MARK: self._mark},
+                    env=_environment(device, self._ranks) | {_MARK: self._mark} | self._folders(),
                     start_new_session=True,
                 )
             except OSError as error:
@@ -141,8 +141,14 @@ class VLLMProcess:
                 ) from error
         return process, ours
 
+    def _folders(self) -> dict[str, str]:
+        """Return variables by which vLLM's own files go with the folder, unless sockets there have too long a name."""
+        folder = str(self._folder.path)
+        most = 107 - len(f"/{uuid.UUID(int=0)}")  # characters; a socket's path ends with an id
+        return {"VLLM_RPC_BASE_PATH": folder, "TMPDIR": folder} if len(folder) <= most else {}
+
     def _arguments(
-        self, model: Any, options: VLLMOptions, max_slots: int, max_cache_bytes: int | None
+        self, model: Any, options: VLLMOptions, max_slots: int, max_cache_bytes: int | None, device: torch.device
     ) -> dict[str, Any]:
         """Return the arguments of `vllm.LLM`."""
         arguments: dict[str, Any] = {
@@ -156,7 +162,12 @@ class VLLMProcess:
             "enable_sleep_mode": options.sleep,
             "gpu_memory_utilization": options.memory_share,
         }
-        on_cpu = self._hand_over.backend == "shared_memory"
+        if self._ranks is not None:
+            arguments |= {"tensor_parallel_size": self._ranks.count, "distributed_executor_backend": "mp"}
+        if self._adapters is not None:
+            room = {"max_lora_rank": max_rank(self._adapters), "max_loras": 1, "max_cpu_loras": 1}
+            arguments |= {"enable_lora": True, **room}
+        on_cpu = device.type == "cpu"
         if on_cpu:
             arguments["enforce_eager"] = True  # compiling takes minutes
         cache_bytes = max_cache_bytes or (1 << 30 if on_cpu else None)  # a share of the host's memory is too much
@@ -171,15 +182,30 @@ class VLLMProcess:
         """Process of vLLM."""
         return self._process.pid
 
-    def update_weights(self, model: nn.Module, label: str) -> None:
-        """Replace vLLM's weights; see `Connection`."""
+    def update_weights(self, model: nn.Module, label: str) -> int:
+        """Replace vLLM's weights; see `Connection`. Base weights under adapters that go alone are given once."""
         if self._is_asleep:
             self._call("wake")
             self._is_asleep = False
-        self._call("begin_update")
-        for chunk in self._hand_over.chunks(model):
-            self._call("update", **chunk)
-        self._call("finish_update", version=label)
+        num_bytes = 0
+        if self._adapters is None or not self._has_base:
+            self._call("begin_update")
+            num_bytes += self._give(self._hand_over, weights_of(model), "weights", "update")
+            self._call("finish_update", version=label)
+            self._has_base = True
+        if self._adapters is not None:
+            num_bytes += self._give(self._adapter_hand_over, adapters_of(model), "adapters", "take_adapters")
+            self._call("use_adapters", settings=self._adapters, version=label)
+        return num_bytes
+
+    def _give(
+        self, hand_over: SharedMemoryHandOver | CudaIPCHandOver, weights: Mapping[str, Tensor], kind: str, method: str
+    ) -> int:
+        """Give weights to a method of vLLM's process, and return their bytes."""
+        with closing(hand_over.chunks(weights, kind)) as chunks:
+            for chunk in chunks:
+                self._call(method, **chunk)
+        return hand_over.num_bytes(weights)
 
     def generate(self, requests: Sequence[TokenRequest], sampling: Mapping[str, Any], on_response: OnResponse) -> int:
         """Complete all requests; see `Connection`."""
@@ -189,6 +215,8 @@ class VLLMProcess:
             while "done" not in (message := self._receive()):
                 if "response" in message:
                     on_response(_read_response(message["response"]))
+                elif self._ranks is not None:
+                    self._ranks.keep_waiting()
         with reading("vLLM's process"):
             return int(message["done"]["num_steps"])
 
@@ -196,7 +224,7 @@ class VLLMProcess:
         """Free the device's memory; see `Connection`."""
         if not self._is_asleep:
             self._call("sleep")
-            self._is_asleep = True
+            self._is_asleep, self._has_base = True, False
 
     def close(self) -> None:
         """End the process."""
@@ -265,6 +293,27 @@ class VLLMProcess:
         return [line.strip() for line in text.splitlines() if line.strip()]
 
 
+def _save_settings(folder: Path, model: Any, tokenizer: Any, images: PromptImages | None) -> None:
+    """Write the configuration that vLLM starts with, and its tokenizer or processor."""
+    config = copy.deepcopy(model.config)
+    config.architectures = config.architectures or [type(model).__name__]  # which vLLM would guess otherwise
+    config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    if images is not None:
+        images.save_processor(folder)  # with its tokenizer
+
+
+def _input_arguments(model: Any, tokenizer: Any, images: PromptImages | None) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM` about what it reads."""
+    arguments: dict[str, Any] = {"skip_tokenizer_init": tokenizer is None and images is None}
+    if images is not None:
+        arguments["limit_mm_per_prompt"] = {"video": 0}  # no memory is set aside for them
+    elif placeholder_ids(model):
+        arguments["language_model_only"] = True
+    return arguments
+
+
 def _messages(requests: Sequence[TokenRequest], folder: Path) -> list[dict[str, Any]]:
     """Return requests for JSON, with images that are in no files in ``folder``."""
     try:
@@ -297,35 +346,47 @@ def _interpreter() -> str:
     return sys.executable
 
 
-def _environment(device: torch.device) -> dict[str, str]:
+def _environment(device: torch.device, ranks: TensorRanks | None) -> dict[str, str]:
     variables = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
     variables = {**_DEFAULTS, **variables}
     if device.type == "cuda":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        variables["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
+        devices = (visible_device(device),) if ranks is None else ranks.devices
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of CUDA IPC are pickled
     return variables
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket, folder: OwnedFolder, mark: str) -> None:
     connection.close()
+    processes = set(_processes_of(process.pid, mark))
+    shared = set[str]().union(*map(_shared_files, processes))
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # vLLM has nothing to save, and takes seconds to end by itself
     process.wait()
-    for left in _marked_processes(mark):  # those that left the process's group
+    for left in processes | set(_processes_of(process.pid, mark)):  # those that left the process's group
         with suppress(ProcessLookupError):
             os.kill(left, signal.SIGKILL)
+    for path in shared:  # of queues between vLLM and its workers
+        Path(path).unlink(missing_ok=True)
     folder.cleanup()
 
 
-def _marked_processes(mark: str) -> Iterator[int]:
-    """Yield the processes that inherited the mark of a vLLM."""
+def _shared_files(process: int) -> set[str]:
+    """Return the files in shared memory that a process has mapped."""
+    try:
+        return set(_SHARED_FILE.findall(Path(f"/proc/{process}/maps").read_text()))
+    except OSError:  # it has ended
+        return set()
+
+
+def _processes_of(session: int, mark: str) -> Iterator[int]:
+    """Yield the processes of a vLLM: those of its session, as its workers, and those that inherited its mark."""
     wanted = f"{_MARK}={mark}".encode()
-    for environment in Path("/proc").glob("[0-9]*/environ"):
+    for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # another user's, or ended meanwhile
-            if wanted in environment.read_bytes():
-                yield int(environment.parent.name)
+            found = int((folder / "stat").read_text().rpartition(")")[2].split()[3])
+            if found == session or wanted in (folder / "environ").read_bytes():
+                yield int(folder.name)
 
 
 def _read_response(made: Any) -> TokenResponse:

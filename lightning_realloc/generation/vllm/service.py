@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from lightning_realloc.batch.prompt_images import PromptImages
 from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.base_engine import GivenWeights
 from lightning_realloc.generation.vllm.messages import (
     Connection,
     EngineLost,
@@ -41,6 +43,8 @@ class VLLMService:
         self._label = ""
         self._is_current = False
         """Whether vLLM has the model's current weights."""
+        self.given = GivenWeights()
+        """Weights that vLLM was given so far."""
 
     def weights_changed(self) -> None:
         """Hand weights over before the next response."""
@@ -105,7 +109,9 @@ class VLLMService:
         if not self._is_current:
             self._num_updates += 1
             self._label = f"{id(self):x}-{self._num_updates}"
-            self._connection.update_weights(model, self._label)
+            begin = time.monotonic()
+            num_bytes = self._connection.update_weights(model, self._label)
+            self.given = GivenWeights(self.given.num_bytes + num_bytes, self.given.seconds + time.monotonic() - begin)
             self._is_current = True
         return self._connection
 

@@ -18,20 +18,24 @@ from torch import nn
 
 from lightning_realloc.batch.prompt_images import PromptImages
 from lightning_realloc.errors import GenerationError
-from lightning_realloc.generation.base_engine import Engine, EngineCall
+from lightning_realloc.generation.base_engine import Engine, EngineCall, GivenWeights
 from lightning_realloc.generation.core.capabilities import CAPABILITIES, NATIVE_HINTS
 from lightning_realloc.generation.core.model_config import length_bounds
 from lightning_realloc.generation.core.noise import stream_key
 from lightning_realloc.generation.core.params import SamplingParams, check_counts
 from lightning_realloc.generation.core.sample import Sample, StopRule, Tokenizer
+from lightning_realloc.generation.loop.environment import Agree
 from lightning_realloc.generation.loop.rounds import Rounds
 from lightning_realloc.generation.loop.run import GenerationStats, not_finite
-from lightning_realloc.generation.vllm.hand_over import weights_of
-from lightning_realloc.generation.vllm.messages import Connection, TokenRequest, TokenResponse
+from lightning_realloc.generation.vllm.hand_over import SharedMemoryHandOver, weights_of
+from lightning_realloc.generation.vllm.lone_adapters import adapter_names, adapter_settings, adapters_of
+from lightning_realloc.generation.vllm.messages import Connection, OnResponse, TokenRequest, TokenResponse
 from lightning_realloc.generation.vllm.process import VLLMProcess
 from lightning_realloc.generation.vllm.service import VLLMService
+from lightning_realloc.generation.vllm.tensor_ranks import TensorRanks
 from lightning_realloc.generation.vllm.vllm_options import VLLMOptions
 from lightning_realloc.generation.vllm.vllm_server import VLLMServer
+from lightning_realloc.runtime.model.image_inputs import placeholder_ids
 from lightning_realloc.runtime.model.structure import check_extra_inputs
 from lightning_realloc.setting_hints import suggest_settings
 
@@ -51,12 +55,14 @@ class VLLMEngine(Engine):
     `generate` raises `EngineLost` if vLLM ends or falls silent, and may not be restarted.
 
     Args:
-        model: The model whose weights vLLM gets; whole on this rank.
+        model: The model whose weights vLLM gets.
         tokenizer: Decodes responses for stop strings.
         max_slots: Most samples that vLLM runs at a time.
         max_cache_bytes: Bytes of vLLM's keys and values; None: see ``VLLMOptions.memory_share``, on CPU 1 GiB.
         options: Where vLLM is, and how it starts.
         service: A vLLM that an earlier engine of the same model left running; None: one is started when needed.
+        ranks: Ranks that hold shards of the model, and call the engine together; None: it is whole on this rank.
+        agree: Broadcasts numbers of the first of these ranks; None with ``ranks=None``.
     """
 
     name = "vllm"
@@ -71,18 +77,57 @@ class VLLMEngine(Engine):
         max_cache_bytes: int | None = None,
         options: VLLMOptions | None = None,
         service: VLLMService | None = None,
+        ranks: TensorRanks | None = None,
+        agree: Agree | None = None,
     ) -> None:
-        self._options = options or VLLMOptions()
-        super().__init__(model, tokenizer=tokenizer, max_slots=max_slots, max_length=self._options.max_length)
+        self._options, self._ranks = options or VLLMOptions(), ranks
+        super().__init__(
+            model, tokenizer=tokenizer, max_slots=max_slots, max_length=self._options.max_length, agree=agree
+        )
         check_counts(optional=True, max_cache_bytes=max_cache_bytes)
-        weights_of(model)
+        self._check_weights(model)
         if self._options.sleep and next(model.parameters()).device.type == "cpu" and self._options.address is None:
             raise GenerationError("sleep=True frees memory of a GPU, and the model is on the CPU; leave sleep out")
         # Without the model: the service may outlive it.
         connect = partial(
-            _connect, options=self._options, tokenizer=tokenizer, max_slots=max_slots, max_cache_bytes=max_cache_bytes
+            _connect,
+            options=self._options,
+            tokenizer=tokenizer,
+            max_slots=max_slots,
+            max_cache_bytes=max_cache_bytes,
+            ranks=ranks,
         )
-        self.service = service or VLLMService(connect, restarts=self._options.restarts)
+        self.service = service or VLLMService(connect, restarts=self._options.num_restarts)
+        self._given_before = self.service.given
+        self._hand_over = SharedMemoryHandOver(ranks=ranks)
+        """Writes this rank's shards for the first rank; unused there."""
+
+    def _check_weights(self, model: nn.Module) -> None:
+        """Raise GenerationError for weights that vLLM, or this way to it, cannot take over."""
+        weights_of(model)
+        if adapter_names(model) and not self._options.merge_adapters:
+            adapter_settings(model)
+            if self._options.address is not None:
+                raise GenerationError(
+                    f"the server {self._options.address} takes whole weights, and the model has adapters; set "
+                    f"VLLMOptions(merge_adapters=True), or leave address out"
+                )
+        if self._ranks is not None and placeholder_ids(model):
+            raise GenerationError(
+                f"{type(model).__name__} reads images, and its weights go to vLLM from ranks that hold whole ones; "
+                f"generate in a layout with tp=1, or use engine='native'"
+            )
+
+    @property
+    def merges_adapters(self) -> bool:
+        """Whether vLLM gets weights with merged adapters."""
+        return self._options.merge_adapters
+
+    @property
+    def given_weights(self) -> GivenWeights:
+        """Weights that vLLM was given in the last call."""
+        before, now = self._given_before, self.service.given
+        return GivenWeights(now.num_bytes - before.num_bytes, now.seconds - before.seconds)
 
     def weights_updated(self, version: int | None = None) -> None:
         """Set the version of updated parameters; vLLM gets them before the next call."""
@@ -111,6 +156,7 @@ class VLLMEngine(Engine):
 
     def _complete(self, call: EngineCall) -> GenerationStats:
         counts, sampling = Counter[str](), _sampling(call.params, call.stop)
+        self._given_before = self.service.given
 
         def complete_turns(samples: Sequence[Sample], on_ended: Callable[[Sequence[Sample]], None]) -> None:
             def accept(response: TokenResponse) -> None:
@@ -120,10 +166,46 @@ class VLLMEngine(Engine):
 
             asked = [_request(index, sample, call) for index, sample in enumerate(samples)]
             counts["prefill_tokens"] += sum(len(request.prompt) for request in asked)
-            counts["num_steps"] += self.service.generate(self._model, asked, sampling, accept) if asked else 0
+            counts["num_steps"] += self._ask(asked, sampling, accept) if asked else 0
 
-        Rounds(call.longest_first(), call.requests, call.notifier, waits=self.waits).run(complete_turns)
+        asks = self._ranks is None or self._ranks.is_first
+        given = call.longest_first(), call.requests, call.notifier
+        Rounds(*given, waits=self.waits, agree=self._agree, asks=asks).run(complete_turns)
         return GenerationStats(row_steps=counts["generated_tokens"], **counts)
+
+    def _ask(self, requests: Sequence[TokenRequest], sampling: Mapping[str, Any], accept: OnResponse) -> int:
+        """Complete all requests, and return the number of forward passes.
+
+        Tensor-parallel ranks get all responses at the end from the first one: they must end the same turns together.
+        """
+        if self._ranks is None:
+            return self.service.generate(self._model, requests, sampling, accept)
+        if self._ranks.is_first:
+            result = self._asked_for_all(requests, sampling)
+            self._ranks.finish(result)
+        else:
+            result = self._ranks.follow(self._give_shards)
+        responses, num_steps, problem = result
+        if problem is not None:
+            raise problem
+        for response in responses:
+            accept(response)
+        return int(num_steps)
+
+    def _asked_for_all(
+        self, requests: Sequence[TokenRequest], sampling: Mapping[str, Any]
+    ) -> tuple[list[TokenResponse], int, GenerationError | None]:
+        responses: list[TokenResponse] = []
+        try:
+            num_steps = self.service.generate(self._model, requests, sampling, responses.append)
+        except GenerationError as error:
+            return [], 0, error
+        return responses, num_steps, None
+
+    def _give_shards(self, said: Mapping[str, Any]) -> None:
+        """Write this rank's shards where the first rank says."""
+        weights = adapters_of(self._model) if said["kind"] == "adapters" else weights_of(self._model)
+        self._hand_over.give(weights, said["handle"])
 
 
 def _connect(
@@ -135,6 +217,7 @@ def _connect(
     tokenizer: Tokenizer | None,
     max_slots: int,
     max_cache_bytes: int | None,
+    ranks: TensorRanks | None,
 ) -> Connection:
     if options.address is not None:
         return VLLMServer(model, options, max_slots=max_slots)
@@ -145,7 +228,7 @@ def _connect(
         )
     used = tokenizer if needs_tokenizer else None
     return VLLMProcess(
-        model, options, tokenizer=used, images=images, max_slots=max_slots, max_cache_bytes=max_cache_bytes
+        model, options, tokenizer=used, images=images, max_slots=max_slots, max_cache_bytes=max_cache_bytes, ranks=ranks
     )
 
 

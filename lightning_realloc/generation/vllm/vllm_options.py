@@ -26,6 +26,11 @@ _OWN_ARGUMENTS = {
     "enable_sleep_mode",
     "tensor_parallel_size",
     "pipeline_parallel_size",
+    "distributed_executor_backend",
+    "enable_lora",
+    "max_loras",
+    "max_cpu_loras",
+    "max_lora_rank",
     "speculative_config",
 }
 """Arguments of `vllm.LLM` that follow from the run, or would break it."""
@@ -46,10 +51,14 @@ class VLLMOptions:
     """Address of a running server, such as ``"http://127.0.0.1:8000"``, in place of a process; None: a process."""
     weights_folder: str | None = None
     """Folder that this rank and the server see, for handing weights over; None: in this machine's shared memory."""
-    restarts: int = 0
-    """Times that vLLM is started again after it has ended or stopped responding; its open requests are repeated."""
+    restarts: int | None = None
+    """Times that vLLM is started again after it has ended or stopped responding; its open requests are repeated. None:
+    once, and never for a server, which the run did not start."""
     timeout_s: float = 600.0
     """Most seconds without a sign of life from vLLM, also while it starts."""
+    merge_adapters: bool = False
+    """Whether vLLM gets whole weights with merged adapters at every update, in place of the base once and adapters
+    alone: for adapters that vLLM does not have, and for a server."""
     sleep: bool = False
     """Whether vLLM frees its device's memory between generating calls; needs a GPU."""
     memory_share: float = 0.3
@@ -62,13 +71,14 @@ class VLLMOptions:
     def __post_init__(self) -> None:
         for name in ("python", "address", "weights_folder"):
             check_kind(name, getattr(self, name), str, "text", optional=True)
-        check_kind("restarts", self.restarts, Integral, "a whole number")
-        check_kind("sleep", self.sleep, bool, "True or False")
+        check_kind("restarts", self.restarts, Integral, "a whole number", optional=True)
+        for name in ("sleep", "merge_adapters"):
+            check_kind(name, getattr(self, name), bool, "True or False")
         check_counts(Real, timeout_s=self.timeout_s)
         check_counts(optional=True, max_length=self.max_length)
         check_kind("memory_share", self.memory_share, Real, "a number")
         check_kind("arguments", self.arguments, Mapping, "a mapping")
-        if self.restarts < 0:
+        if self.restarts is not None and self.restarts < 0:
             raise GenerationError(f"restarts={self.restarts} must be at least 0")
         if not 0 < self.memory_share <= 1:
             raise GenerationError(f"memory_share={self.memory_share} must lie in (0, 1]")
@@ -80,6 +90,11 @@ class VLLMOptions:
                 f"arguments={dict(self.arguments)} holds {', '.join(own)}, which follow from the model, the plan and "
                 f"other options; leave them out"
             )
+
+    @property
+    def num_restarts(self) -> int:
+        """Times that vLLM is started again."""
+        return (1 if self.address is None else 0) if self.restarts is None else self.restarts
 
     def _check_server(self) -> None:
         assert self.address is not None

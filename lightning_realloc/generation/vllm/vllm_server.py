@@ -95,13 +95,13 @@ class VLLMServer:
         """None: the server is not of this run."""
         return None
 
-    def update_weights(self, model: nn.Module, label: str) -> None:
+    def update_weights(self, model: nn.Module, label: str) -> int:
         """Let the server load the weights from a folder; see `Connection`."""
         if self._is_asleep:
             self._ask("wake_up", {})
             self._is_asleep = False
         folder = self._folder.path
-        write_weights(model, folder)
+        num_bytes = write_weights(model, folder)
         self._ask("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
         with self._reading():
             is_reset = bool(self._ask("reset_prefix_cache", {})["success"])
@@ -111,6 +111,7 @@ class VLLMServer:
                 f"other program use it"
             )
         self._ask("update_weight_version", {"new_version": label})
+        return num_bytes
 
     def generate(self, requests: Sequence[TokenRequest], sampling: Mapping[str, Any], on_response: OnResponse) -> int:
         """Complete all requests, ``max_slots`` at a time; see `Connection`."""

@@ -58,11 +58,14 @@ class CallContext:
         return self.pool.plan.call(call.name).micro_batch_tokens or options.micro_batch_tokens_on(self.device.type)
 
     @contextmanager
-    def reading(self, call: ModelFunctionCall, replica: Replica, *, keeps_merged: bool = False) -> Iterator[None]:
+    def reading(
+        self, call: ModelFunctionCall, replica: Replica, *, merges: bool = True, keeps_merged: bool = False
+    ) -> Iterator[None]:
         """Surround forward passes without gradients: autocast where weights need it, and the call's adapters.
 
-        ``keeps_merged``: whether weights with merged adapters stay in memory afterwards.
+        ``merges``: whether generation merges adapters into the weights. ``keeps_merged``: whether weights with merged
+        adapters stay in memory afterwards.
         """
-        adapted = self.pool.adapted_for(call, replica.model, keeps=keeps_merged)
+        adapted = self.pool.adapted_for(call, replica.model, merges=merges, keeps=keeps_merged)
         with without_gradients(replica.model, self.device), adapted:
             yield

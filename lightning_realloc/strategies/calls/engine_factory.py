@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,7 @@ from lightning_realloc.generation import Engine, HFEngine
 from lightning_realloc.generation.core.capabilities import require_capability
 from lightning_realloc.generation.loop.environment import Agree
 from lightning_realloc.layout import Layout
+from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.lockstep import Lockstep
 from lightning_realloc.strategies.calls.weight_updates import WeightUpdates
@@ -181,19 +183,26 @@ class VLLMEngines(EngineFactory):
 
     def __init__(self, context: CallContext) -> None:
         super().__init__(context)
-        self._services: dict[tuple[str, int], VLLMService] = {}
-        """(Role, slots) -> its vLLM; one for each role."""
+        self._services: dict[tuple[str, int, tuple[int, ...]], VLLMService] = {}
+        """(Role, slots, tensor-parallel ranks) -> its vLLM; one for each role."""
 
     def _build(
         self, replica: Replica, peers: tuple[int, ...], max_slots: int, updates: WeightUpdates | None
     ) -> ReplicaEngine:
-        """Return a replica's engine, on the vLLM of its role if that has as many slots."""
+        """Return a replica's engine, on the vLLM of its role if that has as many slots and the same ranks."""
+        from lightning_realloc.generation.vllm.tensor_ranks import TensorRanks
         from lightning_realloc.generation.vllm.vllm_engine import VLLMEngine
 
-        key = replica.role, max_slots
+        context = self._context
+        key = replica.role, max_slots, replica.layout.tensor_group(context.rank)
         for other in [known for known in self._services if known[0] == replica.role and known != key]:
             self._services.pop(other).close()
         options = self._algorithm.generation_options
+        group = context.pool.meshes.tensor_group(replica.layout)
+        ranks = None
+        if group is not None:
+            gather = partial(gather_objects, group=group)
+            ranks = TensorRanks(replica.model_layout, context.rank, gather, context.device)
         engine = VLLMEngine(
             replica.model,
             tokenizer=self._algorithm.tokenizer,
@@ -201,6 +210,8 @@ class VLLMEngines(EngineFactory):
             max_cache_bytes=options.max_cache_bytes,
             options=options.vllm,
             service=self._services.get(key),
+            ranks=ranks,
+            agree=agreement(group, context.device),
         )
         self._services[key] = engine.service
         return ReplicaEngine(replica=replica, engine=engine, peers=peers, updates=updates)

@@ -42,7 +42,8 @@ class GenerateCalls:
         self._context.mailbox.record.follow(engine.progress)
         self._engines.is_generating = True
         try:
-            reading = self._context.reading(call, replica, keeps_merged=self._engines.keeps_caches)
+            keeps = self._engines.keeps_caches
+            reading = self._context.reading(call, replica, merges=engine.merges_adapters, keeps_merged=keeps)
             with reading, engine.sharing(shared):
                 began_at = time.monotonic()
                 made = self._generate(call, replica_engine, prompts)
@@ -99,6 +100,13 @@ class GenerateCalls:
             report.maxima[f"partner_s/{call}"] = waits.reply_s
         if replica.layout.coordinate(self._context.rank).tp:
             return
+        if (given := generator.engine.given_weights) is not None:
+            trainer, rank = self._context.algorithm.trainer, self._context.rank
+            node = range(trainer.world_size // trainer.num_nodes * trainer.node_rank, rank)
+            is_first = not any(other in node for other in replica.layout.ranks)
+            report.sums[f"given_bytes/{call}"] = float(given.num_bytes)
+            report.sums[f"given_bytes_minimum/{call}"] = float(given.num_bytes * is_first)
+            report.maxima[f"given_s/{call}"] = given.seconds
         if generator.engine.partners:
             report.sums[f"partner_replies/{call}"] = float(waits.num_replies)
             report.sums[f"partner_tokens/{call}"] = float(waits.num_reply_tokens)

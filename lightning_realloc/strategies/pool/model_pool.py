@@ -231,13 +231,12 @@ class ModelPool:
         return tuple(role for role in self.dataflow.roles if self.owner(role) in going)
 
     @contextmanager
-    def adapted_for(self, call: ModelFunctionCall, model: nn.Module, *, keeps: bool = False) -> Iterator[None]:
-        """Set up a replica's adapters for a call. ``keeps`` the memory of merged weights for the next time.
-
-        Adapters are off for a role that shares another role's base, and merged into the weights during generation.
-        """
-        merged = adapters_merged(model, keeps_copies=keeps) if call.kind == "generate" else nullcontext()
-        with adapters_disabled(model) if self.owner(str(call.role)) != call.role else merged:
+    def adapted_for(
+        self, call: ModelFunctionCall, model: nn.Module, *, merges: bool = True, keeps: bool = False
+    ) -> Iterator[None]:
+        """Turn adapters off for a role that shares another's base; else generation ``merges`` and ``keeps`` copies."""
+        own = adapters_merged(model, keeps_copies=keeps) if merges and call.kind == "generate" else nullcontext()
+        with own if self.owner(str(call.role)) == call.role else adapters_disabled(model):
             yield
 
     def require_same(self, plan: ExecutionPlan, options: PoolOptions) -> None:

@@ -99,6 +99,9 @@ while (message := child.receive(connection)) is not None:
     if do == "finish_update":
         note("weights " + message["version"])
         label = "default" if behaviour == "keeps old weights" else message["version"]
+    if do == "use_adapters":
+        note("adapters " + message["version"])
+        label = message["version"]
     child.send(connection, dict(done=None))
 """
 
@@ -113,6 +116,6 @@ def stand_in(folder: Path, behaviour: str = "") -> str:
 
 def notes(folder: Path, kind: str) -> list[str]:
     """Return the rest of the notes that begin with a word: ``started`` (process ids), ``settings`` (JSON), ``weights``
-    (labels), ``sampling`` and ``request`` (JSON), or ``image`` (hashes of files)."""
+    and ``adapters`` (labels), ``sampling`` and ``request`` (JSON), or ``image`` (hashes of files)."""
     lines = (folder / "notes").read_text().splitlines()
     return [line.removeprefix(f"{kind} ") for line in lines if line.startswith(f"{kind} ")]

@@ -21,7 +21,7 @@ from lightning_realloc.batch.samples import model_inputs
 from lightning_realloc.data.images.image_files import ImageFile
 from lightning_realloc.errors import ConfigError, GenerationError
 from lightning_realloc.generation import SamplingParams, VLLMEngine, VLLMOptions
-from lightning_realloc.generation.vllm import child
+from lightning_realloc.generation.vllm import child_images as child
 from tests.data.images.test_rows import drawn, prompts, user
 from tests.generation.vllm.stand_in import notes, stand_in
 from tests.models import tiny_model
@@ -189,7 +189,9 @@ def test_the_child_takes_prompts_whose_images_vllm_finds_where_they_are(tmp_path
         made = image_prompts(renderer).prompt([5, 9, 9, 6], [str(path)])
         assert made["prompt_token_ids"] == [5, 9, 9, 6]
     for renderer in (Renderer(1, 1), Renderer(1, 2, [False, True]), Renderer(2, 2)):
-        with pytest.raises(child.Refused, match="the run's processor put them at 2 tokens from 1 to 2; give the run"):
+        with pytest.raises(
+            child.ImagesRefused, match="the run's processor put them at 2 tokens from 1 to 2; give the run"
+        ):
             image_prompts(renderer).prompt([5, 9, 9, 6], [str(path)])
 
 
@@ -204,16 +206,20 @@ def test_the_child_makes_pixels_by_the_library_of_training(tmp_path: Path) -> No
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed")
 def test_the_child_refuses_pixels_of_a_library_that_it_lacks(tmp_path: Path) -> None:
     tiny_processor("llava").save_pretrained(tmp_path)
-    with pytest.raises(child.Refused, match="training makes pixels by torchvision, which vLLM's environment lacks"):
+    with pytest.raises(
+        child.ImagesRefused, match="training makes pixels by torchvision, which vLLM's environment lacks"
+    ):
         image_prompts(Renderer(1, 2), "torchvision", model=str(tmp_path))
 
 
 def test_the_child_refuses_models_that_its_vllm_cannot_read_images_with() -> None:
     text = Renderer(0, 1)
     text.mm_processor = None  # type: ignore[assignment]
-    with pytest.raises(child.Refused, match=r"vLLM reads no images with Gemma3ForConditionalGeneration; use engine="):
+    with pytest.raises(
+        child.ImagesRefused, match=r"vLLM reads no images with Gemma3ForConditionalGeneration; use engine="
+    ):
         image_prompts(text)
-    with pytest.raises(child.Refused, match=r"tokens of an image see each other in Gemma3.* hides later ones"):
+    with pytest.raises(child.ImagesRefused, match=r"tokens of an image see each other in Gemma3.* hides later ones"):
         image_prompts(Renderer(0, 1), is_mm_prefix_lm=True)
 
 
@@ -229,5 +235,7 @@ def test_the_child_opens_images_as_training_does(tmp_path: Path) -> None:
         expected = ImageFile.read(path, "row 0").open()
         assert (made.size, made.mode, made.tobytes()) == (expected.size, "RGB", expected.tobytes())
     assert Image.open(paths[0]).size == (40, 24) and ImageFile.read(paths[0], "row 0").size == (24, 40)
-    with pytest.raises(child.Refused, match=r"vLLM cannot read an image: .*gone\.png.*; leave images as they are"):
+    with pytest.raises(
+        child.ImagesRefused, match=r"vLLM cannot read an image: .*gone\.png.*; leave images as they are"
+    ):
         child._opened((str(tmp_path / "gone.png"),))

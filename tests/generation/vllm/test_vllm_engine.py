@@ -23,7 +23,8 @@ GREEDY = SamplingParams(max_new_tokens=5, temperature=0)
 
 
 def engine_with(folder: Path, behaviour: str = "", **options: Any) -> VLLMEngine:
-    """Return an engine on a program that behaves so."""
+    """Return an engine on a program that behaves so, which is not started again unless ``options`` say so."""
+    options = {"restarts": 0, **options}
     return VLLMEngine(tiny_model("llama"), options=VLLMOptions(python=stand_in(folder, behaviour), **options))
 
 
@@ -240,7 +241,7 @@ def test_folders_are_kept_where_files_cannot_be_locked(tmp_path: Path, monkeypat
 def test_a_restart_repeats_open_requests_alone_with_weights_handed_over_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine, finished = engine_with(tmp_path, "dies once", restarts=1), list[Completion]()
+    engine, finished = engine_with(tmp_path, "dies once", restarts=None), list[Completion]()
     made = engine.generate([[5], [6], [7]], GREEDY, on_finished=finished.append)
     assert [c.token_ids[0] for c in made] == [6, 7, 8]
     assert sorted(c.sample_id for c in finished) == [0, 1, 2]
@@ -318,7 +319,7 @@ def test_logits_that_are_not_finite_are_an_error(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"restarts": -1}, "restarts=-1 must be at least 0"),
-        ({"restarts": 1.5}, "restarts=1.5 must be a whole number"),
+        ({"restarts": 1.5}, "restarts=1.5 must be a whole number or None"),
         ({"timeout_s": 0.5}, "timeout_s=0.5 must be at least 1"),
         ({"memory_share": 1.5}, r"memory_share=1.5 must lie in \(0, 1\]"),
         ({"max_length": 0}, "max_length=0 must be at least 1"),

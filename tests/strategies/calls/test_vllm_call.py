@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.generation.vllm.stand_in import notes, stand_in
 from tests.generation.vllm.test_vllm_engine import is_running
 from tests.models import byte_tokenizer, tiny_model
 from tests.strategies import runs
+from tests.strategies.peft.peft_runs import adapted_grpo
 from tests.strategies.runs import Batches, Outcome
 from tests.vllm_environment import vllm_python
 from tests.workers import WorkerFailure, WorkerPool
@@ -50,13 +52,59 @@ def test_every_iteration_hands_weights_over_and_the_processes_end_with_the_run(
     assert outcome.logged[0]["actor/engine_difference"] > 0.5 and "actor/correction_weight" in outcome.logged[0]
 
 
+@CPU_ALONE
+def test_tensor_parallel_ranks_share_one_vllm_and_make_the_samples_of_one_rank(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    def outcome(layout: str) -> Outcome:
+        folder = tmp_path / layout
+        folder.mkdir()
+        options = VLLMOptions(python=stand_in(folder))
+        found, other = workers.run(run, options, layout, 2, world_size=2, init_process_group=False)
+        assert found.tokens == other.tokens
+        return found
+
+    whole, shared = outcome("dp2"), outcome("tp2")
+    assert len(notes(tmp_path / "tp2", "started")) == 1 and len(notes(tmp_path / "tp2", "weights")) == 2
+    (settings,) = map(json.loads, notes(tmp_path / "tp2", "settings"))
+    assert settings["llm"]["tensor_parallel_size"] == 2
+    assert shared.tokens == whole.tokens and shared.rewards == whole.rewards
+    given = [one.logged[-1]["given_bytes/actor.generate"] for one in (whole, shared)]
+    least = [one.logged[-1]["given_bytes_minimum/actor.generate"] for one in (whole, shared)]
+    num_bytes = sum(parameter.nbytes for parameter in tiny_model("llama").parameters())
+    assert given == [2 * num_bytes, num_bytes] and least == [num_bytes, num_bytes]
+
+
+def run_adapters(options: VLLMOptions, layout: str, world_size: int) -> Outcome:
+    """Return the outcome of two iterations that train adapters and generate in a layout."""
+    plan = runs.calls(actor_generate=layout, actor_train=f"dp{world_size}", reference_infer=f"dp{world_size}")
+    return runs.train(
+        adapted_grpo(engine="vllm", generation=GenerationOptions(vllm=options)), plan, world_size, Batches(2)
+    )
+
+
+@CPU_ALONE
+@pytest.mark.parametrize(("layout", "world_size", "merges"), [("dp1", 1, False), ("tp2", 2, False), ("dp1", 1, True)])
+def test_the_base_is_handed_over_once_and_then_adapters_alone_unless_they_are_merged(
+    layout: str, world_size: int, merges: bool, workers: WorkerPool, tmp_path: Path
+) -> None:
+    options = VLLMOptions(python=stand_in(tmp_path), merge_adapters=merges)
+    outcome = workers.run(run_adapters, options, layout, world_size, world_size=world_size, init_process_group=False)[0]
+    (settings,) = map(json.loads, notes(tmp_path, "settings"))
+    whole, alone = (notes(tmp_path, kind) for kind in ("weights", "adapters"))
+    assert (len(whole), len(alone)) == ((2, 0) if merges else (1, 2))
+    assert settings["llm"].get("enable_lora", False) is not merges
+    first, second = (logged["given_bytes/actor.generate"] for logged in outcome.logged)
+    assert first == second if merges else 0 < 8 * second < first
+
+
 @pytest.mark.parametrize(
     ("layout", "address", "message"),
     [
-        ("tp2", None, "engine='vllm' takes over whole weights from each rank; give it a layout with tp=1, such as dp2"),
-        ("fsdp2.tp2", None, "give it a layout with tp=1, such as dp4, or use"),
         ("fsdp2", None, "cannot generate by engine='vllm'; give it a layout with fsdp=1"),
+        ("pp2", None, "whose ranks hold a stage each, and engine='vllm' needs all layers on a rank"),
         ("dp2", "http://127.0.0.1:9", "of 2 ranks, which would all give weights to the server http://127.0.0.1:9"),
+        ("tp2", "http://127.0.0.1:9", "of 2 ranks, which would all give weights to the server http://127.0.0.1:9"),
     ],
 )
 def test_layouts_that_vllm_cannot_take_weights_from_are_refused(layout: str, address: str | None, message: str) -> None:
@@ -73,34 +121,34 @@ class Unbuilt(GRPO):
         raise AssertionError("models are built before the plan is checked")
 
 
-def fit_under_tensor_parallelism() -> None:
+def fit_in_stages() -> None:
     """Train in a layout that vLLM cannot take weights from."""
     module = Unbuilt(tiny_model("llama"), runs.low_tokens, engine="vllm", tokenizer=byte_tokenizer())
-    runs.train(module, runs.calls(actor_generate="tp2", actor_train="dp2"), 2, Batches(1))
+    runs.train(module, runs.calls(actor_generate="pp2", actor_train="dp2"), 2, Batches(1))
 
 
 def test_a_layout_is_refused_before_models_are_built(workers: WorkerPool) -> None:
-    with pytest.raises(WorkerFailure, match="engine='vllm' takes over whole weights from each rank"):
-        workers.run(fit_under_tensor_parallelism, world_size=2, init_process_group=False)
+    with pytest.raises(WorkerFailure, match="engine='vllm' needs all layers on a rank"):
+        workers.run(fit_in_stages, world_size=2, init_process_group=False)
 
 
 @CPU_ALONE
 def test_a_lost_vllm_ends_the_run_on_every_rank_with_its_log(workers: WorkerPool, tmp_path: Path) -> None:
     with pytest.raises(WorkerFailure, match=r"vLLM's process ended by signal SIGKILL; .*segmentation fault"):
-        options = VLLMOptions(python=stand_in(tmp_path, "dies"))
+        options = VLLMOptions(python=stand_in(tmp_path, "dies"), restarts=0)
         workers.run(run, options, "dp2", 2, world_size=2, init_process_group=False)
 
 
 @CPU_ALONE
 def test_a_vllm_that_ends_once_is_restarted_and_the_run_is_the_same(workers: WorkerPool, tmp_path: Path) -> None:
-    def outcome(behaviour: str, restarts: int) -> Outcome:
+    def outcome(behaviour: str) -> Outcome:
         folder = tmp_path / (behaviour or "lives")
         folder.mkdir()
-        options = VLLMOptions(python=stand_in(folder, behaviour), restarts=restarts)
+        options = VLLMOptions(python=stand_in(folder, behaviour))
         (found,) = workers.run(run, options, "dp1", 1, world_size=1, init_process_group=False)
         return found
 
-    whole, restarted = outcome("", 0), outcome("dies once", 1)
+    whole, restarted = outcome(""), outcome("dies once")
     assert len(notes(tmp_path / "dies once", "started")) == 2
     assert restarted.tokens == whole.tokens and restarted.rewards == whole.rewards
     assert runs.largest_difference(restarted.weights, whole.weights) == 0.0

@@ -60,7 +60,7 @@ _CHARTS = (
 )
 _ELSEWHERE = (
     r"(seconds|capture_s|reallocation_s|reallocation_GB_per_s|hidden_s|preemptions|tokens_per_step|moved_samples"
-    r"|waiting_share)/.*"
+    r"|waiting_share|given_bytes|given_bytes_minimum|given_s)/.*"
     r"|idle_share|tokens_per_s|peak_memory_GiB|tuner/.*|(val/)?response_length/(min|max)"
     r"|val/(accuracy|(pass|maj)@\d+)/(low|high)(/.*)?|val/num_questions(/.*)?"
 )

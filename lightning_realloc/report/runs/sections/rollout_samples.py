@@ -33,6 +33,7 @@ _GENERATION = (
     ("moved_samples", "Samples that changed their rank", "samples", "GenerationOptions(sample_reallocation=True)"),
     ("preemptions", "Preempted samples", "samples", "GenerationOptions(max_cache_bytes=...)"),
     ("waiting_share", "Share of the call spent waiting for environments", "share", "environment or tools"),
+    ("given_bytes", "Bytes of weights given to vLLM", "bytes", "engine='vllm'"),
     ("hidden_s", "Seconds of inference during generation", "s", "generation_chunks"),
 )
 """Prefix of a metric, title, unit, and the setting with which it is logged."""

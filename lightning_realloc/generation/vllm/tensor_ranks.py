@@ -1,0 +1,117 @@
+"""Tensor-parallel ranks that one vLLM generates for: the first drives it, and each copies its shards of the weights.
+
+The first rank sends commands to the others, which follow until it has responses for all.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from lightning_realloc.errors import GenerationError
+from lightning_realloc.layout import ModelLayout
+from lightning_realloc.layout.sharding import Piece
+from lightning_realloc.runtime.model.adapter_layers import FILE_PREFIX
+from lightning_realloc.runtime.transfer.shared_memory import host_identity
+
+
+def file_name(name: str) -> str:
+    """Return the name that a parameter has in a checkpoint of the model, or of its adapters after PEFT's prefix."""
+    return name.removeprefix(FILE_PREFIX).replace(".base_layer.", ".").replace(".default.", ".")
+
+
+class TensorRanks:
+    """The ranks of this rank's tensor-parallel group. Construction is collective over it.
+
+    Args:
+        layout: Where the model's parameters lie.
+        rank: This process.
+        gather: Returns the values of all ranks for this rank's, in the layout's order. Collective.
+        device: Device of this rank.
+
+    Raises:
+        GenerationError: for ranks on several hosts.
+    """
+
+    def __init__(
+        self, layout: ModelLayout, rank: int, gather: Callable[[Any], list[Any]], device: torch.device
+    ) -> None:
+        self._layout, self._rank, self._gather = layout, rank, gather
+        self._ranks = layout.layout.tensor_group(rank)
+        self._names = {file_name(param.name): param.name for param in layout.model.params}
+        self._said = time.monotonic()
+        places = self.exchange((host_identity(), visible_device(device)))
+        self.devices = tuple(device for _, device in places)
+        """Each rank's device, as ``CUDA_VISIBLE_DEVICES`` names it; "" on CPU."""
+        if len({host for host, _ in places}) > 1:
+            raise GenerationError(
+                f"one vLLM of tp={len(places)} gets its weights in shared memory, and its ranks {list(self._ranks)} "
+                f"are on {len({host for host, _ in places})} hosts; choose tp so that a group fits on one host"
+            )
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank drives vLLM."""
+        return self._ranks[0] == self._rank
+
+    @property
+    def count(self) -> int:
+        """Number of ranks, and of vLLM's workers."""
+        return len(self._ranks)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, the first one's first. Collective."""
+        self._said = time.monotonic()
+        return self._gather(value)
+
+    def keep_waiting(self, *, least_s: float = 30.0) -> None:
+        """Give the other ranks a sign of life, if the last one is long ago; for the first rank.
+
+        With a longer time, collectives of a group that allows less would fail.
+        """
+        if time.monotonic() - self._said > least_s:
+            self.exchange({"do": "wait"})
+
+    def follow(self, give: Callable[[Mapping[str, Any]], None]) -> Any:
+        """Do as the first rank says until it has a result, and return that. ``give`` hands over weights."""
+        while "result" not in (said := self.exchange(None)[0]):
+            if said["do"] == "give":
+                give(said)
+        return said["result"]
+
+    def finish(self, result: Any) -> None:
+        """Give the other ranks the result that they wait for; for the first rank."""
+        self.exchange({"result": result})
+
+    def whole_shape(self, name: str, local: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a weight on all ranks together, by its name in a checkpoint."""
+        known = self._names.get(name)
+        return local if known is None else tuple(self._layout.model.param(known).shape)
+
+    def own_pieces(self, name: str) -> list[Piece] | None:
+        """Return the regions of a weight that this rank copies, which no rank before it holds; None: all of it."""
+        known = self._names.get(name)
+        if known is None:  # a buffer, the same on all ranks
+            return None if self.is_first else []
+        earlier = self._ranks[: self._ranks.index(self._rank)]
+        held = {piece.region for rank in earlier for piece in self._layout.pieces(known, rank)}
+        return [piece for piece in self._layout.pieces(known, self._rank) if piece.region not in held]
+
+
+def visible_device(device: torch.device) -> str:
+    """Return a GPU's name among ``CUDA_VISIBLE_DEVICES`` of a new process; empty for a CPU."""
+    if device.type != "cuda":
+        return ""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return visible.split(",")[index] if visible else str(index)
+
+
+def num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Return the bytes of a tensor."""
+    return math.prod(shape) * dtype.itemsize
