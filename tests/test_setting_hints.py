@@ -81,7 +81,10 @@ def no_reward(completions: list[str], **columns: Any) -> list[float]:
         (lambda: GRPO("x", no_reward, beta=0.04), "kl_coef="),
         (lambda: PPO("x", no_reward, cliprange=0.2), "policy_loss=Clip(low=..., high=...)"),
         (lambda: GRPO("x", no_reward, use_vllm=True), "the package also generates by itself"),
-        (lambda: GRPO("x", no_reward, vllm_tensor_parallel_size=2), "engine='vllm', which takes layouts of dp alone"),
+        (
+            lambda: GRPO("x", no_reward, vllm_tensor_parallel_size=2),
+            "the layout of actor.generate in the plan, such as dp2.tp2",
+        ),
         (lambda: GRPO("x", no_reward, vllm_gpu_memory_utilization=0.5), "VLLMOptions(memory_share=...)"),
         (lambda: GRPO("x", no_reward, vllm_max_model_length=512), "VLLMOptions(max_length=...)"),
         (lambda: GRPO("x", no_reward, max_tool_calling_iterations=3), "Conversation(max_turns=...), one more"),

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import uuid
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,7 +53,6 @@ _OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE
 """Variables of torchrun, by which vLLM would take itself for one of the run's ranks."""
 _MARK = "LIGHTNING_REALLOC_VLLM"
 """Variable by which the processes of one vLLM are found."""
-_SHARED_FILE = re.compile(r"/dev/shm/\S+$", re.MULTILINE)
 _ERROR = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception): .*")
 _DEFAULTS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # no process but this one and workers of tensor parallelism
@@ -358,35 +358,29 @@ def _environment(device: torch.device, ranks: TensorRanks | None) -> dict[str, s
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket, folder: OwnedFolder, mark: str) -> None:
     connection.close()
-    processes = set(_processes_of(process.pid, mark))
-    shared = set[str]().union(*map(_shared_files, processes))
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # vLLM has nothing to save, and takes seconds to end by itself
+    end = time.monotonic() + 10.0  # in which a resource tracker has removed shared memory, unless it hangs
+    while left := dict(_processes_of(process.pid, mark)):
+        for each, is_tracker in left.items():
+            if not is_tracker or time.monotonic() > end:
+                with suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGKILL)  # vLLM has nothing to save, and takes seconds to end by itself
+        process.poll()
+        time.sleep(0.01)
     process.wait()
-    for left in processes | set(_processes_of(process.pid, mark)):  # those that left the process's group
-        with suppress(ProcessLookupError):
-            os.kill(left, signal.SIGKILL)
-    for path in shared:  # of queues between vLLM and its workers
-        Path(path).unlink(missing_ok=True)
     folder.cleanup()
 
 
-def _shared_files(process: int) -> set[str]:
-    """Return the files in shared memory that a process has mapped."""
-    try:
-        return set(_SHARED_FILE.findall(Path(f"/proc/{process}/maps").read_text()))
-    except OSError:  # it has ended
-        return set()
+def _processes_of(session: int, mark: str) -> Iterator[tuple[int, bool]]:
+    """Yield the processes of a vLLM: those of its session, as its workers, and those that inherited its mark.
 
-
-def _processes_of(session: int, mark: str) -> Iterator[int]:
-    """Yield the processes of a vLLM: those of its session, as its workers, and those that inherited its mark."""
+    Each with whether it is Python's resource tracker, which removes the shared memory of the others once they are gone.
+    """
     wanted = f"{_MARK}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # another user's, or ended meanwhile
-            found = int((folder / "stat").read_text().rpartition(")")[2].split()[3])
-            if found == session or wanted in (folder / "environ").read_bytes():
-                yield int(folder.name)
+            state, _, _, found = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            if state != "Z" and (int(found) == session or wanted in (folder / "environ").read_bytes()):
+                yield int(folder.name), b"multiprocessing.resource_tracker" in (folder / "cmdline").read_bytes()
 
 
 def _read_response(made: Any) -> TokenResponse:

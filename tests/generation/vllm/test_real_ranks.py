@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +30,20 @@ LORA = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": "all-li
 
 def vllm_processes() -> dict[int, bool]:
     """Return process -> whether it is a worker, for the processes of vLLMs that ranks of this machine started."""
-    found = {}
+    commands, parents = dict[int, str](), dict[int, int]()
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (folder / "cmdline").read_text()
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-        if "generation/vllm/child.py" in command:
-            found[int(folder.name)] = False
-        elif "multiprocessing.spawn" in command or command.startswith("VLLM::Worker"):
-            found[int(folder.name)] = "generation/vllm/child.py" in Path(f"/proc/{parent}/cmdline").read_text()
-    children = [process for process, is_worker in found.items() if not is_worker]
-    return {process: is_worker for process, is_worker in found.items() if is_worker or process in children}
+        with suppress(OSError):
+            commands[int(folder.name)] = (folder / "cmdline").read_text(errors="replace")
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    children = {process for process, command in commands.items() if "generation/vllm/child.py" in command}
+    workers = {process for process, parent in parents.items() if parent in children}
+    workers = {process for process in workers if "resource_tracker" not in commands[process]}
+    return dict.fromkeys(children, False) | dict.fromkeys(workers, True)
+
+
+def left_in_shared_memory() -> set[str]:
+    """Return the names of shared memory in which Python's processes exchange messages."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith("psm_")}
 
 
 def wait_until(is_true: Callable[[], bool], *, most_s: float) -> bool:
@@ -92,9 +94,9 @@ def train(layout: str, num_updates: int, settings: Mapping[str, Any], victim: st
     ids=["shards, and a worker is killed", "adapters", "adapters of shards"],
 )
 def test_log_probabilities_are_those_of_training_after_every_update(
-    layout: str, settings: dict[str, Any], victim: str | None, workers: WorkerPool, capfd: pytest.CaptureFixture[str]
+    layout: str, settings: dict[str, Any], victim: str | None, workers: WorkerPool
 ) -> None:
-    shared = set(os.listdir("/dev/shm"))
+    shared = left_in_shared_memory()
     outcome = workers.run(
         train, layout, NUM_UPDATES, settings, victim, world_size=2, deadline_s=1500, init_process_group=False
     )[0]
@@ -105,12 +107,12 @@ def test_log_probabilities_are_those_of_training_after_every_update(
     assert given == [logged["given_bytes_minimum/actor.generate"] for logged in outcome.logged]
     if settings:
         assert given[-1] < given[0] / 3 and len(set(given[1:])) == 1, "adapters alone"
-    assert not vllm_processes() and set(os.listdir("/dev/shm")) <= shared
+    assert not vllm_processes() and left_in_shared_memory() <= shared
 
 
 def test_a_killed_rank_leaves_nothing_of_its_vllm(workers: WorkerPool) -> None:
-    shared = set(os.listdir("/dev/shm"))
+    shared = left_in_shared_memory()
     with pytest.raises(WorkerFailure):
         workers.run(train, "tp2@1,0", 2, {}, "rank", world_size=2, deadline_s=900, init_process_group=False)
     assert wait_until(lambda: not any(map(is_running, vllm_processes())), most_s=60)
-    assert wait_until(lambda: set(os.listdir("/dev/shm")) <= shared, most_s=60)
+    assert wait_until(lambda: left_in_shared_memory() <= shared, most_s=60)
