@@ -47,10 +47,12 @@ def option_without_stages(algorithm: RunnableAlgorithm) -> str | None:
 
 def generation_limits(algorithm: RunnableAlgorithm) -> GenerationLimits:
     """Return the layouts in which the options of an algorithm let it generate."""
+    vllm = algorithm.generation_options.vllm
+    divides = "tensor_parallel" in CAPABILITIES[algorithm.engine] and (vllm is None or vllm.address is None)
     return {
         "generates_in_stages": option_without_stages(algorithm) is None,
         "generates_in_lockstep": option_without_lockstep(algorithm) is None,
-        "generates_in_tensor_parallel": "tensor_parallel" in CAPABILITIES[algorithm.engine],
+        "generates_in_tensor_parallel": divides,
     }
 
 

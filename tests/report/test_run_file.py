@@ -143,7 +143,7 @@ def test_the_plan_of_a_configuration_is_checked(tmp_path: Path, capsys: pytest.C
         ({"engine": "hf"}, "fsdp2", "cannot generate by engine='hf'; give it a layout with fsdp=1"),
         ({"generation": {"batch_invariant": True}}, "pp2", "batch_invariant=True needs all layers on a rank"),
         ({"speculation": {"drafter": "blocks", "draft_blocks": 1}}, "pp2", "drafting by the first blocks needs all la"),
-        ({"engine": "vllm"}, "tp2", "engine='vllm' takes over whole weights from each rank"),
+        ({"engine": "vllm"}, "pp2", "engine='vllm' needs all layers on a rank"),
     ],
 )
 def test_generation_follows_the_options_of_the_configuration(
