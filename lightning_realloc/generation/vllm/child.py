@@ -270,7 +270,8 @@ def _end_with_workers() -> None:
     workers = {process.sentinel: process for process in multiprocessing.active_children()}
     for sentinel in multiprocessing.connection.wait(list(workers)) if workers else ():
         code = workers[cast(int, sentinel)].exitcode
-        print(f"RuntimeError: a worker process of vLLM ended with exit code {code}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"RuntimeError: a worker process of vLLM ended with exit code {code}\n")
+        sys.stderr.flush()
         os._exit(1)
 
 
