@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from lightning_realloc.algorithms.best_of_n import BestOfN as BestOfN
     from lightning_realloc.algorithms.distillation import OnPolicyDistillation as OnPolicyDistillation
     from lightning_realloc.algorithms.dpo import DPO as DPO
+    from lightning_realloc.algorithms.evaluation.evaluation_set import EvaluationSet as EvaluationSet
+    from lightning_realloc.algorithms.evaluation.named_evaluation import Evaluation as Evaluation
     from lightning_realloc.algorithms.grpo import GRPO as GRPO
     from lightning_realloc.algorithms.kto import KTO as KTO
     from lightning_realloc.algorithms.losses.correction import Correction as Correction

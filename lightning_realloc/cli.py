@@ -58,7 +58,7 @@ SHORT_NAMES: Sequence[type] = tuple(
         *("RLOO", "ReMax", "ReinforcePlusPlus", "BestOfN", "OnlineDPO", "OnPolicyDistillation"),
         *("PromptDataModule", "SFTDataModule", "PreferenceDataModule", "BinaryFeedbackDataModule", "StepDataModule"),
         *("ReallocStrategy", "ParameterReallocation", "SaveHuggingFace", "PredictionWriter", "RolloutTable"),
-        *("MemoryMonitor", "MetricAlarm", "Timeline", "AutoTuner", "TrackioLogger", "EMA"),
+        *("MemoryMonitor", "MetricAlarm", "Timeline", "AutoTuner", "TrackioLogger", "EMA", "Evaluation"),
     )
 )
 """Classes that a configuration can name without their module: they are imported here. Others need the class path."""

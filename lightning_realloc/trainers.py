@@ -1,8 +1,9 @@
-"""Read a Trainer's callbacks, and the iterations that it plans."""
+"""Read and call a Trainer's callbacks, and read the iterations that it plans."""
 
 from __future__ import annotations
 
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.profilers import Profiler
 
 
 def trainer_callbacks(trainer: Trainer) -> list[Callback]:
@@ -18,3 +19,29 @@ def planned_iterations(trainer: Trainer) -> int | None:
     if epochs is not None and epochs >= 0 and batches != float("inf"):
         steps.append(int(epochs * batches))
     return min(steps, default=None)
+
+
+def is_last_iteration(trainer: Trainer) -> bool:
+    """Return whether the run ends with this iteration, as far as its limits tell; for ``on_train_batch_end``."""
+    if trainer.should_stop or trainer.global_step == trainer.max_steps:
+        return True
+    return trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
+
+
+def dispatch(trainer: Trainer, hook: str, *args: object) -> None:
+    """Call ``hook(trainer, module, *args)`` on every callback that has it, then ``hook(*args)`` on the module.
+
+    Lightning's dispatcher cannot be used. It requires every callback to define a hook, and it renames the running hook,
+    which would forbid ``self.log``. This dispatcher calls only objects that define the hook, and keeps the name.
+    """
+    module = trainer.lightning_module
+    profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
+    for callback in trainer_callbacks(trainer):
+        method = getattr(callback, hook, None)
+        if callable(method):
+            with profiler.profile(f"[Callback]{callback.state_key}.{hook}"):
+                method(trainer, module, *args)
+    method = getattr(module, hook, None)
+    if callable(method):
+        with profiler.profile(f"[LightningModule]{type(module).__name__}.{hook}"):
+            method(*args)

@@ -107,8 +107,12 @@ class EMA(AveragingPolicy, Callback):
         """Restore the weights."""
         self._replaced.close()
 
-    on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
+    on_test_epoch_start = on_predict_epoch_start = on_evaluation_start = on_validation_epoch_start
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
+
+    def on_evaluation_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
+        """Restore the weights."""
+        self.on_validation_epoch_end(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Restore the weights before a checkpoint of the failure is written."""

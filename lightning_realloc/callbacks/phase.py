@@ -1,10 +1,13 @@
-"""Phase hooks: additional callback hooks around every call of a dataflow."""
+"""Phase hooks: additional callback hooks around every call of a dataflow, and around evaluations of named sets."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_realloc.runtime.transfer.executor import ReallocationReport
+from lightning_realloc.scores.question_scores import QuestionScores
 
 
 class PhaseCallback(Callback):
@@ -30,3 +33,20 @@ class PhaseCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, phase: str, report: ReallocationReport
     ) -> None:
         """Called on every rank after weights were moved for the call ``phase``."""
+
+    def on_evaluation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Called on every rank before `Evaluation` evaluates its sets."""
+
+    def on_evaluation_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        metrics: Mapping[str, float],
+        scores: Mapping[str, QuestionScores],
+    ) -> None:
+        """Called on every rank after that.
+
+        Args:
+            metrics: Metrics by full name, such as ``eval/gsm/accuracy``.
+            scores: Beginning of metrics' names, such as ``eval/gsm`` -> scores per question.
+        """

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_realloc.callbacks.run_view import run_view
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.scores.question_scores import interval_names
-from lightning_realloc.trainers import planned_iterations
+from lightning_realloc.trainers import is_last_iteration, planned_iterations
 
 MIN_SECONDS_BETWEEN_LINES = 2.0
 """Iterations that end sooner after the last line get no line. A smaller value makes longer logs."""
@@ -92,7 +92,7 @@ class RunLog(Callback):
         lengths = getattr(trainer.strategy, "lengths", None)
         self._num_tokens += 0 if lengths is None else lengths.num_tokens
         is_due = self._logged_at is None or now - self._logged_at >= self.min_seconds
-        if is_due or _is_last(trainer):
+        if is_due or is_last_iteration(trainer):
             _log(trainer, *self._parts(trainer))
             self._logged_at = now
             self._forget()
@@ -104,6 +104,14 @@ class RunLog(Callback):
         metrics = trainer.callback_metrics
         if found := list(_held_out({name: value for name, value in metrics.items() if name.startswith("val/")})):
             _log(trainer, *found)
+
+    def on_evaluation_end(
+        self, trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float], scores: object
+    ) -> None:
+        """Log the scores of evaluation sets."""
+        if self._bar is None or trainer.state.fn != TrainerFn.FITTING:
+            return  # Lightning prints the metrics of trainer.validate()
+        _log(trainer, *(one for one in _held_out(metrics) if "accuracy" in one or "@" in one))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the progress bar as it was."""
@@ -237,10 +245,3 @@ def _log(trainer: Trainer, *parts: str) -> None:
     total = planned_iterations(trainer)
     position = f"step {trainer.global_step}" + (f"/{total}" if total else "")
     rank_zero_info("  ".join(filter(None, (position, *parts))))
-
-
-def _is_last(trainer: Trainer) -> bool:
-    """Return whether the run ends with this iteration, as far as its limits tell."""
-    if trainer.should_stop or trainer.global_step == trainer.max_steps:
-        return True
-    return trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs

@@ -21,7 +21,7 @@ from lightning_realloc.callbacks.loggers.writers import LoggerOutput, Picture, s
 from lightning_realloc.callbacks.phase import PhaseCallback
 from lightning_realloc.callbacks.run_view import run_view
 from lightning_realloc.errors import ConfigError, ReallocError
-from lightning_realloc.recording.evaluations import SCORES_FILE, Evaluation
+from lightning_realloc.recording.evaluations import SCORES_FILE, EvaluationRecord
 from lightning_realloc.recording.events import (
     DATA_SHEETS,
     MEASURED_PASSES,
@@ -72,7 +72,7 @@ class Timeline(PhaseCallback):
     """Record calls, moves of weights, waiting and memory of every rank, and the metrics of every iteration.
 
     With ``accuracy=`` of an algorithm, ``scores.jsonl`` in its folder has the results of each validation and test for
-    every question, also outside of a fit.
+    every question, also outside of a fit. So it does with `Evaluation`, for each set.
 
     With environments, the record has the spans in which a rank waited for them, and how many samples waited over time.
 
@@ -200,7 +200,7 @@ class Timeline(PhaseCallback):
         self._num_iterations += 1
         if has_image:
             self._log_image(trainer, made.pieces or ())
-        self._write_metrics(trainer, lambda name: not name.startswith(("val/", "test/")))
+        self._write_metrics(trainer, lambda name: not name.startswith(("val/", "test/", "eval/")))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the validation out of the next iteration."""
@@ -210,7 +210,7 @@ class Timeline(PhaseCallback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the validation, the metrics of held-out samples, and the scores of questions."""
         if not trainer.sanity_checking:
-            self._write_scores(trainer, pl_module, "val")
+            self._write_scores(trainer, _scores_of(pl_module, "val"))
         if self._recorder is None:
             return  # outside of a fit's training
         self._write(Validated(step=trainer.global_step, seconds=self._recorder.end_validation()))
@@ -218,7 +218,22 @@ class Timeline(PhaseCallback):
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the scores of questions."""
-        self._write_scores(trainer, pl_module, "test")
+        self._write_scores(trainer, _scores_of(pl_module, "test"))
+
+    on_evaluation_start = on_validation_start
+
+    def on_evaluation_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        metrics: Mapping[str, float],
+        scores: Mapping[str, QuestionScores],
+    ) -> None:
+        """Write the evaluation of named sets, its metrics, and the scores of questions."""
+        self._write_scores(trainer, scores)
+        if self._recorder is not None:
+            self._write(Validated(step=trainer.global_step, seconds=self._recorder.end_validation()))
+            self._write_metrics(trainer, lambda name: name in metrics)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the end of the run, and the trace. Collective over all ranks."""
@@ -248,17 +263,15 @@ class Timeline(PhaseCallback):
             values = {name: float(value) for name, value in trainer.callback_metrics.items() if is_chosen(name)}
             self._metrics.write({"step": trainer.global_step, "unix_s": self._now(), "metrics": values})
 
-    def _write_scores(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def _write_scores(self, trainer: Trainer, scores: Mapping[str, QuestionScores]) -> None:
         """Write the scores of an evaluation, in a fit or alone. Collective over all ranks."""
-        scores: Mapping[str, QuestionScores] = getattr(pl_module, "question_scores", {})
-        chosen = {name: one for name, one in scores.items() if name.partition("/")[0] == stage}
-        if not chosen:
+        if not scores:
             return
         folder = self._record_folder if self._recorder is not None else self.folder or _default_folder(trainer)
         if trainer.is_global_zero and folder is not None:
             lines = JsonLines(folder / SCORES_FILE)
-            for name, one in chosen.items():
-                made = Evaluation(name=name, step=trainer.global_step, unix_s=self._now(), scores=one)
+            for name, one in scores.items():
+                made = EvaluationRecord(name=name, step=trainer.global_step, unix_s=self._now(), scores=one)
                 lines.write(made.to_json())
             lines.close()
 
@@ -323,6 +336,12 @@ def _prediction(evaluator: PlanEvaluator, trainer: Trainer, source: str) -> Plan
         peak_bytes={phase: tuple(sizes) for phase, sizes in peaks.items()},
         memory_budget=task.usable_bytes,
     )
+
+
+def _scores_of(pl_module: LightningModule, stage: str) -> dict[str, QuestionScores]:
+    """Return the latest scores of all loaders of a stage."""
+    scores: Mapping[str, QuestionScores] = getattr(pl_module, "question_scores", {})
+    return {name: one for name, one in scores.items() if name.partition("/")[0] == stage}
 
 
 def _default_folder(trainer: Trainer) -> AnyPath:

@@ -87,6 +87,10 @@ class RowTables(ABC):
         """Return all rows of a source, held-out rows included."""
         return self._shaped(read_rows(source), source)
 
+    def table(self, source: RowSource, *, limit: int | None = None) -> Samples:
+        """Return the rows of a source as samples; only the first ``limit`` rows, if given."""
+        return self._tabulated(self.read(source)[:limit], self.tokenizer)
+
     def shaped(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
         """Convert rows to the form that :meth:`tabulate` expects; a subclass may accept several forms."""
         return rows

@@ -6,7 +6,7 @@ A :class:`Dataflow` has no ranks: it follows from the names that calls need and 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -68,6 +68,10 @@ class ModelFunctionCall:
         return tuple(role for role in self.partners if role != self.role)
 
 
+CallOrName = ModelFunctionCall | str
+"""A call, or its name in a dataflow."""
+
+
 @dataclass(frozen=True, slots=True)
 class Dataflow:
     """The calls of one iteration in topological order.
@@ -125,6 +129,18 @@ class Dataflow:
         """Return the dataflow without these calls; the loader supplies their products instead."""
         supplied = [product for call in self.calls if call.name in names for product in call.produces]
         return Dataflow(tuple(call for call in self.calls if call.name not in names), (*self.inputs, *supplied))
+
+    def select(self, calls: Sequence[CallOrName]) -> tuple[ModelFunctionCall, ...]:
+        """Return the calls of these names in topological order; calls that are given themselves, as they are.
+
+        Raises:
+            PlanError: for the name of no call.
+        """
+        given = tuple(call for call in calls if not isinstance(call, str))
+        chosen = given or tuple(call for call in self.calls if call.name in calls)
+        if len(chosen) < len(calls):
+            raise PlanError(f"{', '.join({*map(str, calls)} - {c.name for c in chosen})} is no call of this algorithm")
+        return chosen
 
     def call(self, name: str) -> ModelFunctionCall:
         """Return the call with this name; a PlanError lists the known names."""

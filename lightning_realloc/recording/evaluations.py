@@ -13,11 +13,12 @@ SCORES_FILE = "scores.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """Result of a validation or test on one loader."""
+class EvaluationRecord:
+    """Result of a validation or test on one loader, or on an evaluation set."""
 
     name: str
-    """Beginning of the names of its metrics: ``val``, ``test``, with several loaders ``val/dataloader_idx_1``."""
+    """Beginning of the names of its metrics: ``val``, ``test``, with several loaders ``val/dataloader_idx_1``, and
+    ``eval/gsm`` for an evaluation set."""
     step: int
     """Iterations done before."""
     unix_s: float
@@ -29,7 +30,7 @@ class Evaluation:
         return {"name": self.name, "step": self.step, "unix_s": self.unix_s, **self.scores.to_json()}
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Evaluation:
+    def from_json(cls, content: Mapping[str, Any]) -> EvaluationRecord:
         """Return the evaluation of a line. Raises KeyError, TypeError or ValueError for any other content."""
         return cls(
             name=str(content["name"]),

@@ -24,7 +24,7 @@ class MetricsRow:
     unix_s: float
     """Time of day, in seconds since 1970."""
     values: Mapping[str, float]
-    """Name -> value; those of held-out samples begin with ``val/``."""
+    """Name -> value; those of held-out samples begin with ``val/`` or ``eval/``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

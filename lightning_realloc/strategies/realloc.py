@@ -21,8 +21,8 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_realloc.batch.samples import Samples
+from lightning_realloc.dataflow.dataflow import CallOrName
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
-from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.remote_path import AnyPath
 from lightning_realloc.runtime.measure.allocators import InfrequentCollection, give_back_freed_memory
@@ -295,15 +295,14 @@ class ReallocStrategy(DataParallelStrategy):
         self._stop_if_agreed()
         return tuple(result.samples.lengths_only() for result in results)
 
-    def run_calls(self, batch: Samples, names: tuple[str, ...], *, are_of_next: bool = False) -> Samples:
-        """Run some calls on a batch, in the dataflow's order, without training; every rank gets all results.
+    def run_calls(self, batch: Samples, calls: Sequence[CallOrName], *, are_of_next: bool = False) -> Samples:
+        """Run some calls on a batch, without training; every rank gets all results.
 
+        ``calls``: names, in any order; or calls in running order, whose methods may be others than in the dataflow.
         ``are_of_next``: whether these calls begin the next iteration, which then logs their metrics.
         """
-        calls = [call for call in self.pool.dataflow.calls if call.name in names]
-        if len(calls) < len(names):
-            raise PlanError(f"{', '.join(set(names) - {c.name for c in calls})} is no call of this algorithm")
-        results = self.runner.run_calls(batch, calls, are_of_next=are_of_next)
+        chosen = self.pool.dataflow.select(calls)
+        results = self.runner.run_calls(batch, chosen, are_of_next=are_of_next)
         self._stop_if_agreed()
         return results
 

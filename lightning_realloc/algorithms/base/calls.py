@@ -161,6 +161,10 @@ class DeclaredCalls:
         """Return the calls for the current settings; by default all that the class declares."""
         return declared_calls(type(self))
 
+    def _added_calls(self, calls: Sequence[ModelFunctionCall]) -> tuple[ModelFunctionCall, ...]:
+        """Return further calls, for evaluation alone, that callbacks ask for."""
+        return ()
+
     def runs(self, call: str, iteration: int) -> bool:
         """Return whether a call runs in an iteration, counted from 0; the same on every rank.
 
@@ -180,7 +184,7 @@ class DeclaredCalls:
         """
         present = tuple(role.name for role in self.roles())
         calls = with_experts(self.calls()) if self.replays_experts else self.calls()
-        return dataflow_of_calls(calls, present, self.optional_roles)
+        return dataflow_of_calls((*calls, *self._added_calls(calls)), present, self.optional_roles)
 
     @classmethod
     def calls_for(cls, roles: Sequence[str]) -> tuple[ModelFunctionCall, ...]:

@@ -7,7 +7,8 @@ steps, whatever the batches are. Metrics that are not means, such as the area un
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import lightning as L
 import torch
@@ -15,13 +16,29 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_realloc.batch.samples import Samples, all_samples
+from lightning_realloc.algorithms.base.rollout_columns import Dialogue
+from lightning_realloc.batch.samples import Column, Samples, all_samples
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError, DataError, ReallocError
+from lightning_realloc.generation import Engine, SamplingParams
 from lightning_realloc.scores.bootstrap import intervals
 from lightning_realloc.scores.question_scores import NUM_QUESTIONS, QuestionScores, interval_names
 from lightning_realloc.trainers import trainer_callbacks
 
 log = logging.getLogger(__name__)
+EVALUATION = "eval/"
+"""Beginning of the names of metrics of evaluation sets."""
+
+
+class EvaluatingCallback(Callback):
+    """A callback that has the role ``actor`` respond to prompts of its own; every algorithm then can generate."""
+
+
+class EvaluationTask(Protocol):
+    """Prompts of a callback that a module responds to."""
+
+    def respond(self, module: Any, engine: Engine, prompts: Samples) -> Samples: ...
+    def judge(self, module: Any, samples: Samples) -> Mapping[str, Column]: ...
 
 
 class EvaluatedModule(L.LightningModule):
@@ -48,7 +65,43 @@ class EvaluatedModule(L.LightningModule):
         """Scores of the latest evaluations by the beginning of their metrics' names: ``val``, ``test``, and with
         several loaders ``val/dataloader_idx_1``."""
 
+        self._task: EvaluationTask | None = None
+        """Prompts of a callback that are responded to now; None: none."""
+
+    # ---- prompts of callbacks
+    @property
+    def training_now(self) -> bool:
+        """Whether calls are for training."""
+        return bool(self.trainer.training) and self._task is None
+
+    def evaluate(self, task: EvaluationTask, prompts: Samples, calls: Sequence[ModelFunctionCall]) -> Samples:
+        """Run calls on the prompts of a callback, and return the responses, the same on every rank, sorted by id."""
+        self._task = task
+        try:
+            made: Samples = self._strategy.run_calls(prompts, calls)
+        finally:
+            self._task = None
+        return made.to("cpu").sorted_by_id()
+
+    def respond(self, engine: Engine, prompts: Samples) -> Samples:
+        """Respond to prompts of a callback: the method of its generating call."""
+        assert self._task is not None, "evaluate() sets it"
+        return self._task.respond(self, engine, prompts)
+
+    def judge_responses(self, samples: Samples) -> Mapping[str, Column]:
+        """Reward responses to prompts of a callback."""
+        assert self._task is not None, "evaluate() sets it"
+        return self._task.judge(self, samples)
+
     # ---- what a subclass says about itself
+    def held_out_dialogue(self, engine: Engine, prompts: Samples, sampling: SamplingParams) -> Dialogue | None:
+        """Return the environment that answers responses to held-out prompts; None without one."""
+        return None
+
+    def response_ends(self) -> frozenset[int] | None:
+        """Return the tokens that may end a response, if reward functions read all other special tokens; else None."""
+        return None
+
     def check_batch(self, batch: Samples) -> None:
         """Raise for a batch that the algorithm cannot use; runs before its calls."""
 
@@ -101,8 +154,12 @@ class EvaluatedModule(L.LightningModule):
 
     def setup(self, stage: str) -> None:
         """Refuse a Trainer with another strategy, before it moves or divides a model."""
-        if self._trainer is not None:
-            _ = self._strategy
+        if self._trainer is None:
+            return
+        _ = self._strategy
+        callbacks = trainer_callbacks(self.trainer)
+        if stage == "fit" and not any(isinstance(one, EvaluatingCallback) for one in callbacks):
+            self._refuse_monitors(callbacks)
 
     def validation_step(self, batch: Samples, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Run the evaluation calls on held-out samples; ``val/...`` is logged after the last batch."""
@@ -179,6 +236,17 @@ class EvaluatedModule(L.LightningModule):
                 rank_zero_warn(
                     f"{type(callback).__name__}(monitor={monitor!r}) waits for a metric that the validation before "
                     f"training did not log; it logged {', '.join(sorted(logged)) or 'none'}"
+                )
+
+    @staticmethod
+    def _refuse_monitors(callbacks: Iterable[Callback]) -> None:
+        """Raise ConfigError for a callback that monitors an evaluation set, in a fit without any."""
+        for callback in callbacks:
+            monitor = getattr(callback, "monitor", None)
+            if isinstance(monitor, str) and monitor.startswith(EVALUATION):
+                raise ConfigError(
+                    f"{type(callback).__name__}(monitor={monitor!r}) waits for a metric of an evaluation set, and the "
+                    f"Trainer has none; add callbacks=[Evaluation(...)]"
                 )
 
     @property

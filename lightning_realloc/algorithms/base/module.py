@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -23,7 +23,7 @@ from lightning_realloc.algorithms.base.adapters import (
     refuse_unknown_roles,
     roles_with_adapters,
 )
-from lightning_realloc.algorithms.base.evaluation import EvaluatedModule
+from lightning_realloc.algorithms.base.evaluation import EvaluatedModule, EvaluatingCallback
 from lightning_realloc.algorithms.base.generation_options import GenerationOptions, check_engine
 from lightning_realloc.algorithms.base.initial_weights import random_stream, starts_at_base
 from lightning_realloc.algorithms.base.loaded_weights import ModelSource, without_weights
@@ -287,6 +287,16 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
         Every rank gets the same samples, so state is equal on all ranks. Buffers are part of checkpoints.
         """
 
+    def _added_calls(self, calls: Sequence[ModelFunctionCall]) -> tuple[ModelFunctionCall, ...]:
+        """Return the generating call of a callback that has the actor respond, if no call of an iteration generates."""
+        asks = self._trainer is not None and any(
+            isinstance(one, EvaluatingCallback) for one in trainer_callbacks(self._trainer)
+        )
+        generates = any(call.kind == "generate" and call.role == "actor" for call in calls)
+        if not asks or generates or all(role.name != "actor" for role in self.roles()):
+            return ()
+        return (ModelFunctionCall("actor.generate", "generate", "actor", "respond", ("batch",), ("rollout",)),)
+
     # ---- derived
     def models(self) -> dict[str, nn.Module]:
         """Return role name -> model, for the models that are built."""
@@ -330,13 +340,13 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
     def setup(self, stage: str) -> None:
         """Start reward functions, so that they fail before weights are loaded."""
         super().setup(stage)
-        for functions in self._reward_functions_kept():
-            functions.trainer_state = self._trainer_state
+        for functions in self.reward_functions():
+            functions.trainer_state = self.trainer_state
             functions.start()
 
     def release(self) -> None:
         """Close reward functions. The strategy calls it at the end of a run, also after an exception."""
-        for functions in self._reward_functions_kept():
+        for functions in self.reward_functions():
             functions.close()
 
     def configure_model(self) -> None:
@@ -408,7 +418,7 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
                 if role in packed_roles:
                     check_extra_inputs(transformers_model(model), shown)
             if split == "val" and self.trainer.limit_val_batches:
-                for functions in self._reward_functions_kept():
+                for functions in self.reward_functions():
                     functions.check_columns(table.data, "held-out data")
 
     @property
@@ -449,11 +459,12 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
         """Return samples as rows for tables and files: prompt, response, rewards, the data's columns."""
         return sample_rows(samples, self.tokenizer)
 
-    def _reward_functions_kept(self) -> list[RewardFunctions]:
+    def reward_functions(self) -> list[RewardFunctions]:
+        """Return the reward functions of the algorithm."""
         return [kept for kept in vars(self).values() if isinstance(kept, RewardFunctions)]
 
-    def _trainer_state(self) -> TrainerState:
-        """Return the state as transformers has it: the steps that the run will take, and a fraction of epochs."""
+    def trainer_state(self) -> TrainerState:
+        """Return the run's state as transformers has it: the steps that the run will take, and a fraction of epochs."""
         trainer = self.trainer
         batches, done = trainer.num_training_batches, trainer.fit_loop.epoch_loop.batch_progress.current.completed
         # After fit, Lightning keeps the last epoch's progress and has counted this epoch.

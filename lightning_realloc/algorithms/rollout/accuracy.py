@@ -61,19 +61,22 @@ class Accuracy:
                 f"ks={self.ks!r} must hold numbers of responses, each at least 1, as in (1, 4); None chooses them"
             )
 
-    def check(self, algorithm: str, n: int, *, has_rewards: bool) -> None:
-        """Raise ConfigError for an algorithm without rewards, and for a ``k`` above the responses per prompt, ``n``."""
+    def check(self, algorithm: str, n: int, *, has_rewards: bool, setting: str = "evaluation_sampling.n") -> None:
+        """Raise ConfigError for an algorithm without rewards, and for a ``k`` above the responses per prompt, ``n``.
+
+        ``setting`` names that number in messages.
+        """
         if not has_rewards:
             raise ConfigError(f"{algorithm} has no rewards that could tell what is right; leave accuracy out")
         if self.ks is not None and max(self.ks) > n:
             raise ConfigError(
-                f"pass@{max(self.ks)} needs as many responses per prompt, and evaluation_sampling.n={n}; raise n, or "
-                f"lower accuracy.ks"
+                f"pass@{max(self.ks)} needs as many responses per prompt, and {setting}={n}; raise n, or lower "
+                f"accuracy.ks"
             )
         if self.answer not in (None, AUTO) and n == 1:
             raise ConfigError(
                 f"accuracy.answer={self.answer!r} is for majority votes among several responses, and "
-                f"evaluation_sampling.n=1; raise n, or leave answer out"
+                f"{setting}=1; raise n, or leave answer out"
             )
 
     def reader(self, functions: Sequence[RewardFunctions]) -> AnswerReader | None:

@@ -210,11 +210,6 @@ class PolicyModule(MultiModelModule):
         """Whether an environment may write the prompts, so that the data needs none."""
         return self._dialogues is not None and self._dialogues.writes_prompts
 
-    @property
-    def training_now(self) -> bool:
-        """Whether rollouts are for training."""
-        return bool(self.trainer.training)
-
     def rollout_sampling(self) -> SamplingParams:
         """Return the sampling of training rollouts."""
         return self.sampling
@@ -247,7 +242,7 @@ class PolicyModule(MultiModelModule):
     def _further_columns(self, prompts: Samples) -> Callable[[Samples], Samples] | None:
         """Return the function that adds columns to responses: their parts, and held-out ones' final answers."""
         is_scored = self.trainer.validating or self.trainer.sanity_checking or self.trainer.testing
-        reader = self.accuracy.reader(self._reward_functions_kept()) if self.accuracy and is_scored else None
+        reader = self.accuracy.reader(self.reward_functions()) if self.accuracy and is_scored else None
         return self._parts if reader is None else adding_answers(self._parts, prompts, self.tokenizer, reader)
 
     def _require_answers(self, made: Samples) -> None:
@@ -273,6 +268,10 @@ class PolicyModule(MultiModelModule):
     def _logprobs(self, model: nn.Module, batch: PackedBatch) -> Tensor:
         """Return (N,) the log-probability of every response token, zero for the others."""
         return token_logprobs(model, batch, temperature=self.sampling.temperature, only_responses=True).logprobs
+
+    def held_out_dialogue(self, engine: Engine, prompts: Samples, sampling: SamplingParams) -> Dialogue | None:
+        """Return the environment that answers responses to held-out prompts; None without one."""
+        return self._dialogue(engine, prompts, sampling)
 
     def _dialogue(self, actor: Engine, prompts: Samples, sampling: SamplingParams) -> Dialogue | None:
         if self._dialogues is None:
@@ -310,7 +309,7 @@ class PolicyModule(MultiModelModule):
     def prediction_calls(self, batch: Samples) -> tuple[str, ...]:
         """Return the calls that ``predict`` runs, without rewards if the data lacks their columns."""
         missing: dict[str, list[str]] = {}
-        for functions in self._reward_functions_kept():
+        for functions in self.reward_functions():
             missing |= functions.missing_columns(batch.data)
         if not missing:
             return super().prediction_calls(batch)

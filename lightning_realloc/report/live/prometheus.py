@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from lightning_realloc.errors import ConfigError
@@ -69,9 +69,15 @@ def _families(runs: Mapping[str, RunRecord]) -> Iterator[GaugeMetricFamily]:
 
 def _latest_metrics(session: Session) -> dict[str, float]:
     """Return name -> latest value; held-out metrics are older than those of training."""
-    held_out = next((row for row in reversed(session.metrics) if any(n.startswith("val/") for n in row.values)), None)
-    training = next((row for row in reversed(session.metrics) if row is not held_out), None)
-    return {name: value for row in (held_out, training) if row is not None for name, value in row.values.items()}
+    rows = list(reversed(session.metrics))
+    held_out = [next((row for row in rows if _has_prefix(row.values, one)), None) for one in ("val/", "eval/")]
+    training = next((row for row in rows if all(row is not one for one in held_out)), None)
+    latest = (*held_out, training)
+    return {name: value for row in latest if row is not None for name, value in row.values.items()}
+
+
+def _has_prefix(names: Iterable[str], prefix: str) -> bool:
+    return any(name.startswith(prefix) for name in names)
 
 
 def _latest_iterations(session: Session) -> Iterator[tuple[int, IterationRecord]]:

@@ -29,7 +29,7 @@ _OUTPUTS = ("default_root_dir", "save_dir", "dirpath", "path", "version", "ckpt_
 """Settings of the Trainer, its loggers and callbacks that name folders to write to."""
 _NOT_COMPARED = (
     r"seconds/.*|capture_s/.*|environment_s|waiting_share/.*|tool_s/.*|reallocation_.*|response_length/(min|max)|"
-    r"peak_memory_GiB|tuner/.*|lr-.*|.*@\d+/(low|high)(/.*)?|val/accuracy/(low|high)(/.*)?|val/num_questions(/.*)?"
+    r"peak_memory_GiB|tuner/.*|lr-.*|.*@\d+/(low|high)(/.*)?|.*/accuracy/(low|high)(/.*)?|.*/num_questions(/.*)?"
 )
 MAX_COMPARED_CHARTS = 40
 """Charts of a comparison; more make the page long."""
@@ -130,7 +130,7 @@ def comparison_section(runs: Sequence[RunFolder]) -> Json:
     """Return the section that compares runs with the first one."""
     groups = group_runs(runs)
     names = sorted({name for run in runs for name in run.metrics if not re.fullmatch(_NOT_COMPARED, name)})
-    names.sort(key=lambda name: not re.match(r"reward$|score$|val/", name))
+    names.sort(key=lambda name: not re.match(r"reward$|score$|val/|eval/", name))
     charts = [chart for name in names if (chart := _compared_chart(name, groups)) is not None]
     kept = charts[:MAX_COMPARED_CHARTS]
     left_out = f" {len(charts) - len(kept)} charts are left out." if len(charts) > len(kept) else ""

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.recording.evaluations import SCORES_FILE, Evaluation
+from lightning_realloc.recording.evaluations import SCORES_FILE, EvaluationRecord
 from lightning_realloc.recording.followed_file import FollowedFile
 from lightning_realloc.recording.rank_recorder import EVENTS_FILE, RECORD_FOLDER
 from lightning_realloc.recording.reader import RecordError, RunReader, RunRecord
@@ -69,7 +69,7 @@ class RunFolder:
     """Times of its ranks; None if the run was not recorded."""
     metrics: Mapping[str, Series]
     """Name -> values over iterations."""
-    evaluations: Mapping[str, Evaluation] = field(default_factory=dict)
+    evaluations: Mapping[str, EvaluationRecord] = field(default_factory=dict)
     """Beginning of metrics' names, such as ``val`` and ``test`` -> its latest evaluation."""
     rollouts: Rollouts = Rollouts()
     conversations: tuple[dict[str, Any], ...] = ()
@@ -95,7 +95,7 @@ class RunFolderReader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._reader = RunReader(folder)
-        self._scores: tuple[Path, FollowedFile[Evaluation]] | None = None
+        self._scores: tuple[Path, FollowedFile[EvaluationRecord]] | None = None
         """Folder with scores, and the file."""
         self._times = RankTimeBuilder()
 
@@ -137,12 +137,12 @@ class RunFolderReader:
             problems.append(str(error))
             return None
 
-    def _read_scores(self, folder: Path, record: RunRecord | None, problems: list[str]) -> dict[str, Evaluation]:
+    def _read_scores(self, folder: Path, record: RunRecord | None, problems: list[str]) -> dict[str, EvaluationRecord]:
         """Return the latest evaluations, without those of an earlier run in the same folder."""
         if not (folder / SCORES_FILE).is_file():
             return {}
         if self._scores is None or self._scores[0] != folder:
-            self._scores = folder, FollowedFile(folder / SCORES_FILE, Evaluation.from_json)
+            self._scores = folder, FollowedFile(folder / SCORES_FILE, EvaluationRecord.from_json)
         followed = self._scores[1]
         followed.update()
         problems += filter(None, [followed.problem])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from lightning_realloc.recording.evaluations import Evaluation
+from lightning_realloc.recording.evaluations import EvaluationRecord
 from lightning_realloc.report.runs.charts import TEXT, Json, column, table
 from lightning_realloc.report.runs.run_folder import RunFolder
 from lightning_realloc.scores.bootstrap import NUM_RESAMPLES, Comparison, ScoreInterval, compare, intervals
@@ -55,14 +55,14 @@ def compared_scores(runs: Sequence[RunFolder]) -> tuple[list[str], list[Json]]:
     return sentences, [table("compared-scores", "Scores", columns, rows, note=note)]
 
 
-def _compared_row(found: Comparison, pair: Sequence[Evaluation], run: str) -> list[object]:
+def _compared_row(found: Comparison, pair: Sequence[EvaluationRecord], run: str) -> list[object]:
     values = (_interval_cell(one) for one in (found.second, found.first))
     result = "cannot be distinguished" if not found.is_clear else "better" if found.difference.low > 0 else "worse"
     test = "unpaired" if found.num_paired is None else f"paired, {found.num_paired} questions"
     return [_full_name(pair[0], found.name), run, *values, _interval_cell(found.difference, sign="+"), result, test]
 
 
-def _verdict(found: Comparison, pair: Sequence[Evaluation], runs: Sequence[str]) -> str:
+def _verdict(found: Comparison, pair: Sequence[EvaluationRecord], runs: Sequence[str]) -> str:
     """Return a sentence on a score of two runs: both values, the difference and the test."""
     first, second = (
         f"{run} ({shown_interval(one)})" for run, one in zip(runs, (found.first, found.second), strict=True)
@@ -76,7 +76,7 @@ def _verdict(found: Comparison, pair: Sequence[Evaluation], runs: Sequence[str])
     return f"{result}; difference {difference}, {_test(found, pair)}.{_few_questions(pair)}"
 
 
-def _test(found: Comparison, pair: Sequence[Evaluation]) -> str:
+def _test(found: Comparison, pair: Sequence[EvaluationRecord]) -> str:
     """Return the test in words, with the questions of both runs where they differ."""
     sets = [{*one.scores.questions} for one in pair]
     iterations = " and ".join(str(step) for step in dict.fromkeys(one.step for one in reversed(pair)))
@@ -89,13 +89,13 @@ def _test(found: Comparison, pair: Sequence[Evaluation]) -> str:
     return f"paired bootstrap over the common questions, since others differ: {shared}{ends}"
 
 
-def _few_questions(evaluations: Iterable[Evaluation]) -> str:
+def _few_questions(evaluations: Iterable[EvaluationRecord]) -> str:
     """Return a further sentence for evaluations with few questions."""
     has_few = any(len(one.scores.questions) < MIN_QUESTIONS for one in evaluations)
     return f" With fewer than {MIN_QUESTIONS} questions, intervals are too narrow." if has_few else ""
 
 
-def _full_name(evaluation: Evaluation, score: str) -> str:
+def _full_name(evaluation: EvaluationRecord, score: str) -> str:
     """Return the name of a score's metric."""
     stage, loader, index = evaluation.name.partition(_LOADER)
     return f"{stage}/{score}{loader}{index}"

@@ -37,7 +37,7 @@ class GenerateCalls:
         replica_engine.begin(data, data.index(call))
         engine, chunked = replica_engine.engine, data.chunked(call)
         if self._context.algorithm.generation_options.router_replay:
-            engine.record_experts(EXPERTS in call.produces and self._context.algorithm.trainer.training)
+            engine.record_experts(EXPERTS in call.produces and self._context.algorithm.training_now)
         shared = None if chunked is None else PartialResults(chunked.num_chunks, chunked.send)
         self._context.mailbox.record.follow(engine.progress)
         self._engines.is_generating = True
@@ -72,7 +72,7 @@ class GenerateCalls:
             self._engines.is_generating = False
             # A cache that has grown rounds logprobs differently, in the last bit, than that of a run resumed here, so
             # deterministic runs free it. Longer held-out samples must not leave a larger one to training.
-            if not self._engines.keeps_caches or not self._context.algorithm.trainer.training:
+            if not self._engines.keeps_caches or not self._context.algorithm.training_now:
                 replica_engine.release()
 
     def _generate(

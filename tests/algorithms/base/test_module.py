@@ -333,10 +333,10 @@ def test_reward_functions_see_the_fraction_of_an_epoch_only_while_fitting() -> N
     trainer.fit_loop.epoch_loop.batch_progress.current.completed = 2
     trainer.fit_loop.epoch_progress.current.completed = 1
     trainer.state.fn = TrainerFn.FITTING
-    assert module._trainer_state().epoch == 1.5  # one epoch, and 2 of 4 batches
+    assert module.trainer_state().epoch == 1.5  # one epoch, and 2 of 4 batches
     # As after fit: two epochs are counted, and the second one's batches are still there.
     trainer.fit_loop.epoch_loop.batch_progress.current.completed = 4
     trainer.fit_loop.epoch_progress.current.completed = 2
     for function in (TrainerFn.VALIDATING, TrainerFn.TESTING):
         trainer.state.fn = function
-        assert module._trainer_state().epoch == 2.0
+        assert module.trainer_state().epoch == 2.0

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_realloc.recording.evaluations import SCORES_FILE, Evaluation
+from lightning_realloc.recording.evaluations import SCORES_FILE, EvaluationRecord
 from lightning_realloc.recording.events import PlanInstalled, RunEnded
 from lightning_realloc.recording.rank_recorder import METRICS_FILE, JsonLines
 from lightning_realloc.report.runs.charts import Json
@@ -91,7 +91,7 @@ def log_scores(folder: Path, name: str, chances: Mapping[str, float], *, seed: i
     }
     scores = QuestionScores.from_responses(asked, (n,), reads_answers=True)
     lines = JsonLines(folder / "log" / "version_0" / "record" / SCORES_FILE)
-    lines.write(Evaluation(name=name, step=step, unix_s=1008.5, scores=scores).to_json())
+    lines.write(EvaluationRecord(name=name, step=step, unix_s=1008.5, scores=scores).to_json())
     lines.close()
 
 

@@ -32,6 +32,10 @@ MAX_LINES = 12
 """Lines of a chart; more look alike."""
 
 
+_HELD_OUT = r"(val/|eval/[^/]+/)"
+"""Beginning of the names of metrics of held-out samples."""
+
+
 class _Chart(NamedTuple):
     """A chart, and the names of the metrics that it shows."""
 
@@ -44,14 +48,14 @@ class _Chart(NamedTuple):
 
 _CHARTS = (
     _Chart("reward", "Reward", "", r"reward(/[^/]+)?|score|rewards/chosen|rewards/rejected"),
-    _Chart("held-out", "Held-out score", "", r"val/(reward(/.*)?|score|accuracy.*|(pass|maj)@.*|loss.*)"),
+    _Chart("held-out", "Held-out score", "", rf"{_HELD_OUT}(reward(/.*)?|score|accuracy.*|(pass|maj)@.*|loss.*)"),
     _Chart("kl", "KL divergence", "nats", r".*/kl|kl|kl_k[123]|.*/behaviour_kl"),
     _Chart("entropy", "Entropy", "nats per token", r"(.*/)?entropy"),
-    _Chart("length", "Response length", "tokens", r"(val/)?response_length"),
-    _Chart("stopped", "What ended the responses", "share", r"(val/)?stopped/.*"),
+    _Chart("length", "Response length", "tokens", rf"{_HELD_OUT}?response_length"),
+    _Chart("stopped", "What ended the responses", "share", rf"{_HELD_OUT}?stopped/.*"),
     _Chart("equal-rewards", "Groups with equal rewards", "share", r"(val/)?frac_reward_zero_std"),
     _Chart("reward-std", "Standard deviation of rewards", "", r"(val/)?(reward|score)_std"),
-    _Chart("failed-rewards", "Samples without a reward", "share", r"(val/)?reward_failures/.*"),
+    _Chart("failed-rewards", "Samples without a reward", "share", rf"{_HELD_OUT}?reward_failures/.*"),
     _Chart("clip", "Clipped tokens", "share", r".*/clip_fraction"),
     _Chart("loss", "Loss", "", r"(?!val/)(.*/)?loss"),
     _Chart("grad-norm", "Gradient norm", "", r"(.*/)?grad_norm"),
@@ -61,8 +65,8 @@ _CHARTS = (
 _ELSEWHERE = (
     r"(seconds|capture_s|reallocation_s|reallocation_GB_per_s|hidden_s|preemptions|tokens_per_step|moved_samples"
     r"|waiting_share|given_bytes|given_bytes_minimum|given_s)/.*"
-    r"|idle_share|tokens_per_s|peak_memory_GiB|tuner/.*|(val/)?response_length/(min|max)"
-    r"|val/(accuracy|(pass|maj)@\d+)/(low|high)(/.*)?|val/num_questions(/.*)?"
+    rf"|idle_share|tokens_per_s|peak_memory_GiB|tuner/.*|{_HELD_OUT}?response_length/(min|max)"
+    rf"|{_HELD_OUT}(accuracy|(pass|maj)@\d+)/(low|high)(/.*)?|{_HELD_OUT}num_questions(/.*)?"
 )
 """Names of metrics that other sections show."""
 
@@ -165,7 +169,7 @@ def metric_title(name: str, roles: Container[str]) -> str:
     for chart in _CHARTS:
         if re.fullmatch(chart.names, name):
             return chart.title
-    first, slash, rest = name.removeprefix("val/").partition("/")
+    first, slash, rest = re.sub(f"^{_HELD_OUT}", "", name).partition("/")
     kept = rest if slash and first in roles else first if "." in rest else f"{first}{slash}{rest}"
     words = kept.replace("/", ", ").replace("_", " ")
     return words[:1].upper() + words[1:]
