@@ -34,6 +34,7 @@ SUMMARIES: Mapping[str, Mapping[str, str]] = {
         "report": "Show how a run learns and where its time goes: an HTML file, Markdown or JSON.",
         "dashboard": "Serve the report of running runs in the browser, and follow them.",
         "chat": "Talk to a model: a folder that training has written, a folder of adapters, or a Hugging Face name.",
+        "eval": "Evaluate a model on named sets: accuracy, pass@k and maj@k with intervals, for reports to compare.",
         "export": "Write one role of a checkpoint as a folder that Hugging Face's from_pretrained reads.",
         "verify": "Check every file of checkpoints, and print one line for each.",
         "doctor": "Check this machine and installation; takes up to a minute. Exit code 1: something does not work.",
@@ -46,6 +47,7 @@ OTHER_COMMANDS: Mapping[str, str] = {
     "plan": "report.plan_command:run_plan",
     "doctor": "commands.doctor:run_doctor",
     "chat": "commands.chat_command:run_chat",
+    "eval": "commands.eval_command:run_eval",
     "report": "commands.report_command:run_report",
     "dashboard": "commands.dashboard_command:run_dashboard",
 }

@@ -95,7 +95,7 @@ class ChatSession:
             ConfigError: for a folder without a model or a tokenizer, for a system message without a chat template, and
                 for a model that cannot use tools.
         """
-        source, adapters, tokenizer_source = _sources(model_folder(folder))
+        source, adapters, tokenizer_source = model_sources(model_folder(folder))
         chosen = _device(device)
         tokenizer: Any = load_tokenizer(tokenizer_source)
         if system is not None and tokenizer.chat_template is None:
@@ -247,7 +247,7 @@ def load_model(source: str, adapters: str | None, device: torch.device) -> nn.Mo
     return model.to(device, dtype)
 
 
-def _sources(given: str) -> tuple[str, str | None, str]:
+def model_sources(given: str) -> tuple[str, str | None, str]:
     """Return the sources of the model, of its adapters (None without) and of its tokenizer."""
     folder = Path(given)
     if not (folder / ADAPTER_CONFIG_FILE).is_file():

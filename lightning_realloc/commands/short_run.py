@@ -273,7 +273,9 @@ def _trainer(flags: argparse.Namespace, precision: str | None, *, generates: boo
     }
 
 
-def data_setting(data: str, split: str | None, config_name: str | None) -> str | dict[str, str]:
+def data_setting(
+    data: str, split: str | None, config_name: str | None, *, flag: str = "--data"
+) -> str | dict[str, str]:
     """Return a data module's ``data``: a path that it reads itself, or a mapping for ``datasets``.
 
     Raises:
@@ -287,7 +289,7 @@ def data_setting(data: str, split: str | None, config_name: str | None) -> str |
         by_datasets |= not is_saved(path)
     elif data_suffix(path) in _DATA_FILES or is_path(data):
         raise ConfigError(
-            f"--data: there is no {data!r} in {Path.cwd()}; give a file ({', '.join(_DATA_FILES)}), a folder, or the "
+            f"{flag}: there is no {data!r} in {Path.cwd()}; give a file ({', '.join(_DATA_FILES)}), a folder, or the "
             f"name of a data set on the Hugging Face hub"
         )
     else:
