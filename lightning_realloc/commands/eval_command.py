@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import lightning as L
 
-from lightning_realloc.algorithms.evaluation.evaluation_set import MAX_NEW_TOKENS, EvaluationSet
+from lightning_realloc.algorithms.evaluation.evaluation_set import MAX_NEW_TOKENS, REASONING_GYM, EvaluationSet
 from lightning_realloc.algorithms.evaluation.named_evaluation import Evaluation
 from lightning_realloc.algorithms.rollout.accuracy import Accuracy
 from lightning_realloc.algorithms.rollout.final_answers import AUTO
@@ -52,7 +52,7 @@ def eval_parser() -> CommandParser:
     parser = CommandParser("eval")
     add = parser.add_argument
     add("model", metavar="MODEL", help="Folder of a model, adapters, a run or a checkpoint, or a Hugging Face name.")
-    sets = "File, folder or hub name of the rows; the name in metrics is that of the file. May be repeated."
+    sets = "File, folder or hub name of the rows, or reasoning-gym:NAME; metrics are named after it. May be repeated."
     add("--set", dest="sets", action="append", default=[], metavar="[NAME=]DATA", help=sets)
     reward = f"Rule for right responses; may be repeated, and rewards are added up: {describe_names()}."
     add("--reward", action="append", default=[], metavar="REWARD", help=reward)
@@ -106,7 +106,7 @@ def run_eval(arguments: Sequence[str], write: Callable[[str], object]) -> int:
 def _sets(flags: argparse.Namespace) -> dict[str, EvaluationSet]:
     if not flags.sets:
         raise ConfigError("eval needs --set: a file, a folder or the name of a data set, as in --set gsm=test.jsonl")
-    if not flags.reward:
+    if not flags.reward and not all(_named(one)[1].startswith(REASONING_GYM) for one in flags.sets):
         raise ConfigError(f"eval needs --reward: {describe_names()}")
     temperature = (0.0 if flags.n == 1 else 1.0) if flags.temperature is None else flags.temperature
     sampling = SamplingParams(n=flags.n, max_new_tokens=flags.max_new_tokens, temperature=temperature, seed=flags.seed)
@@ -120,7 +120,7 @@ def _sets(flags: argparse.Namespace) -> dict[str, EvaluationSet]:
             raise ConfigError(f"two sets are named {name!r}; give one of them another name: --set NAME=DATA")
         sets[name] = EvaluationSet(
             _rows(data, flags),
-            reward=rewards,
+            reward=rewards or None,
             sampling=sampling,
             accuracy=accuracy,
             prompt_column=flags.prompt_column,
@@ -136,10 +136,12 @@ def _named(given: str) -> tuple[str, str]:
     (('gsm', 'data/test.jsonl'), ('gsm8k', 'data/gsm8k.jsonl.gz'), ('gsm8k', 'openai/gsm8k'))
     """
     name, equals, data = given.partition("=")
-    return (name, data) if equals else (Path(given).name.partition(".")[0], given)
+    return (name, data) if equals else (Path(given.removeprefix(REASONING_GYM)).name.partition(".")[0], given)
 
 
 def _rows(data: str, flags: argparse.Namespace) -> str | DatasetSource:
+    if data.startswith(REASONING_GYM):
+        return data
     setting: Any = data_setting(data, flags.split, flags.config_name, flag="--set")
     return setting if isinstance(setting, str) else DatasetSource(**setting)
 

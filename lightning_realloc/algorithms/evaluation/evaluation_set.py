@@ -38,6 +38,10 @@ from lightning_realloc.scores.question_scores import NUM_QUESTIONS, QuestionScor
 
 MAX_NEW_TOKENS = 512
 """Tokens of a response by algorithms that sample none. More are seldom needed for a final answer without a thought."""
+REASONING_GYM = "reasoning-gym:"
+"""Beginning of the names of data sets of reasoning-gym."""
+REASONING_GYM_ROWS, REASONING_GYM_SEED = 200, 1_000_003
+"""Rows of such a set without a limit, and their seed, which differs from those that runs are likely to train with."""
 _COLUMN = "rewards"
 
 
@@ -46,11 +50,12 @@ class EvaluationSet:
     """Prompts, and the rule for right responses to them."""
 
     data: RowSource | PromptDataModule
-    """Rows, see `PromptDataModule`; or such a data module, whose held-out rows are used if it has any."""
+    """Rows, see `PromptDataModule`; or such a data module, whose held-out rows are used if it has any; or a data set of
+    reasoning-gym by name, such as ``"reasoning-gym:chain_sum"``, with 200 rows unless ``limit`` is given."""
     _: KW_ONLY
     reward: RewardSource | None = None
     """Function whose reward of a right response is at least ``accuracy.threshold``, or its import path; or a list of
-    functions, whose rewards are added up. None: the rewards of the algorithm."""
+    functions, whose rewards are added up. None: the rewards of the algorithm; for reasoning-gym, its own scores."""
     sampling: SamplingParams | None = None
     """Sampling of the responses; its seed does not depend on the run's. None: ``evaluation_sampling`` of the algorithm,
     else one greedy response of at most 512 tokens."""
@@ -91,6 +96,8 @@ class EvaluationSet:
             DataError: for rows that cannot be used.
             RewardError: for rows without a column that a reward function needs.
         """
+        if isinstance(self.data, str) and self.data.startswith(REASONING_GYM):
+            return self._of_reasoning_gym(self.data.removeprefix(REASONING_GYM)).load(name, module)
         sampling = self._sampling_of(module)
         self._check(name, module, sampling)
         functions = None if self.reward is None else self._own_functions(name)
@@ -98,6 +105,17 @@ class EvaluationSet:
         for own in module.reward_functions() if functions is None else (functions,):
             own.check_columns(table.data, f"evaluation set {name!r}")
         return LoadedSet(name=name, given=self, table=table, sampling=sampling, functions=functions)
+
+    def _of_reasoning_gym(self, name: str) -> EvaluationSet:
+        try:
+            from lightning_realloc.environments.adapters.reasoning_gym import reasoning_gym_rows, reasoning_gym_score
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"the evaluation set {self.data!r} needs reasoning-gym ({error}); "
+                f"pip install 'lightning-realloc[reasoning-gym]'"
+            ) from None
+        rows = reasoning_gym_rows(name, self.limit or REASONING_GYM_ROWS, REASONING_GYM_SEED)
+        return replace(self, data=rows, reward=reasoning_gym_score if self.reward is None else self.reward)
 
     def _own_functions(self, name: str) -> RewardFunctions:
         several: list[Any] = [self.reward] if is_model_source(self.reward) else listed(self.reward)

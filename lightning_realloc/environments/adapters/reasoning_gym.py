@@ -1,4 +1,4 @@
-"""Data sets of reasoning-gym as rows of prompts, and as an environment that scores answers over several tries.
+"""Data sets of reasoning-gym as rows of prompts, with a reward function, and an environment that gives several tries.
 
 A row names its data set, the settings and the index, from which any rank makes the problem again.
 """
@@ -6,7 +6,7 @@ A row names its data set, the settings and the index, from which any rank makes 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +15,7 @@ from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
 
 from lightning_realloc.environments.message_environment import Message, MessageEnvironment, StepResult
 from lightning_realloc.errors import ConfigError, DataError, describe_error
+from lightning_realloc.rewards.texts import completion_texts
 
 COLUMN = "reasoning_gym"
 """Column of the rows that says which problem it is."""
@@ -55,6 +56,21 @@ def reasoning_gym_rows(
     return rows
 
 
+def reasoning_gym_score(
+    completions: Sequence[str | list[Message]], reasoning_gym: Sequence[Mapping[str, Any]], **columns: object
+) -> list[float]:
+    """Return the data sets' scores of answers to rows of `reasoning_gym_rows`: a reward function of one turn.
+
+    Raises:
+        ConfigError: for a row whose problem this process makes differently.
+    """
+    scores = []
+    for text, problem in zip(completion_texts(completions), reasoning_gym, strict=True):
+        dataset, entry = _problem(problem)
+        scores.append(float(dataset.score_answer(extract_answer(text), entry)))
+    return scores
+
+
 class ReasoningGymEnvironment(MessageEnvironment):
     """Environment that scores answers to the rows of `reasoning_gym_rows`, and asks again after a wrong one.
 
@@ -82,14 +98,7 @@ class ReasoningGymEnvironment(MessageEnvironment):
                 f"ReasoningGymEnvironment needs rows with a column {COLUMN!r}, which reasoning_gym_rows(...) makes; "
                 f"the row has {sorted(row)}"
             )
-        name, index = problem["name"], problem["index"]
-        self._dataset = _dataset(name, problem["size"], problem["seed"], problem["config"])
-        self._entry = self._dataset[index]
-        if self._entry["question"] != problem["question"]:
-            raise ConfigError(
-                f"problem {index} of {name!r} differs from the one in its row; use one version of reasoning-gym on all "
-                f"machines, and set PYTHONHASHSEED=0 for all processes, because some of its data sets depend on it"
-            )
+        self._dataset, self._entry = _problem(problem)
         self._score = float(self._dataset.score_answer(None, self._entry))
 
     def step(self, message: Message) -> StepResult:
@@ -106,6 +115,23 @@ class ReasoningGymEnvironment(MessageEnvironment):
     def get_reward(self) -> float:
         """Return the score of the last answer; without any, the data set's score of no answer."""
         return self._score
+
+
+def _problem(problem: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the data set and the entry of a row's problem.
+
+    Raises:
+        ConfigError: if the entry is not the one that the row's prompt shows.
+    """
+    name, index = problem["name"], problem["index"]
+    dataset = _dataset(name, problem["size"], problem["seed"], problem["config"])
+    entry = dataset[index]
+    if entry["question"] != problem["question"]:
+        raise ConfigError(
+            f"problem {index} of {name!r} differs from the one in its row; use one version of reasoning-gym on all "
+            f"machines, and set PYTHONHASHSEED=0 for all processes, because some of its data sets depend on it"
+        )
+    return dataset, entry
 
 
 def _feedback(answer: str | None, score: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,8 @@ def test_sets_that_cannot_be_used_are_refused_before_the_first_step() -> None:
     refused("no column 'question'", EvaluationSet(ROWS, reward=varied, prompt_column="question"), error=DataError)
     strange = EvaluationSet([{"prompt": "ÿ", "limit": 1}], reward=varied)
     refused("actor's vocabulary has 128", strange, module=runs.sft(), error=Exception)
+    if find_spec("reasoning_gym") is None:
+        refused(r"needs reasoning-gym .* pip install", EvaluationSet("reasoning-gym:chain_sum"))
     refused("two Evaluation callbacks have a set 'own'", only, Evaluation({"own": only}))
     refused("RewardModel has none; remove the callback", only, module=RewardModel(actor(), tokenizer=byte_tokenizer()))
     refused("OnPolicyDistillation has no rewards", EvaluationSet(ROWS), module=OnPolicyDistillation(actor(), actor()))

@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 
-from lightning_realloc import PromptDataModule
+from lightning_realloc import EvaluationSet, PromptDataModule
 from lightning_realloc.errors import ConfigError, DataError
+from tests.data.test_prompts import CHAT_TEMPLATE
 from tests.environments.adapters.scripted import play
-from tests.models import byte_tokenizer
+from tests.models import byte_tokenizer, tiny_model
+from tests.strategies import runs
 
 reasoning_gym = pytest.importorskip("reasoning_gym", reason="needs the extra reasoning-gym")
 
 from lightning_realloc.environments.adapters.reasoning_gym import (  # noqa: E402
     ReasoningGymEnvironment,
     reasoning_gym_rows,
+    reasoning_gym_score,
 )
 
 SUMS = {"min_terms": 2, "max_terms": 2}
@@ -88,3 +91,28 @@ def test_data_sets_and_settings_that_do_not_exist_are_refused(name: str, config:
         reasoning_gym_rows(name, size=1, **config)
     with pytest.raises(ConfigError, match="max_tries=0 must be a whole number of at least 1"):
         ReasoningGymEnvironment(max_tries=0)
+
+
+def test_evaluation_sets_are_named_and_scored_as_the_library_scores() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    module = runs.sft(actor=tiny_model("llama", vocab_size=320, max_position_embeddings=2048), tokenizer=tokenizer)
+    trainer = runs.trainer("realloc", 1)
+    module.trainer = trainer
+    trainer.strategy.connect(module)
+    loaded = EvaluationSet("reasoning-gym:chain_sum", limit=3).load("sums", module)
+    problems = reasoning_gym.create_dataset("chain_sum", size=3, seed=1_000_003)
+    assert [row["question"] for row in loaded.table.objects("reasoning_gym")] == [one["question"] for one in problems]
+    answers = [f"So <answer>{problems[0]['answer']}</answer>", "<answer>no number</answer>", problems[2]["answer"]]
+    rows = [sent(row)["reasoning_gym"] for row in reasoning_gym_rows("chain_sum", 3, 1_000_003)]
+    expected = [
+        problems.score_answer(answer, entry)
+        for answer, entry in zip([problems[0]["answer"], "no number", None], problems, strict=True)
+    ]
+    assert reasoning_gym_score(answers, rows) == expected and expected[0] == 1.0 > expected[1]
+    assert loaded.functions is not None and loaded.functions.names == ("reasoning_gym_score",)
+    rows[0]["question"] = "another"
+    with pytest.raises(ConfigError, match="problem 0 of 'chain_sum' differs"):
+        reasoning_gym_score(answers, rows)
+    with pytest.raises(DataError, match="cannot make the data set 'chain_some'"):
+        EvaluationSet("reasoning-gym:chain_some").load("sums", module)

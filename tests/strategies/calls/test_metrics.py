@@ -64,9 +64,7 @@ def logged_rates() -> list[dict[str, float]]:
 def test_a_run_logs_the_same_rates_on_all_ranks(workers: WorkerPool) -> None:
     first, second = workers.run(logged_rates, world_size=2, init_process_group=False)
     assert first == second
-    names = {
-        f"{name}/actor.generate" for name in ("reallocation_s", "reallocation_GB_per_s", "reallocation_check_s")
-    }
+    names = {f"{name}/actor.generate" for name in ("reallocation_s", "reallocation_GB_per_s", "reallocation_check_s")}
     assert set(first[0]) == names
     assert set(first[1]) == names | {"tokens_per_s", "idle_share"}
     assert all(value > 0 for name, value in first[1].items() if name != "idle_share")
