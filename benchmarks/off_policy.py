@@ -173,7 +173,8 @@ def main(arguments: list[str] | None = None) -> int:
         work = (settings, options.arms, options.seeds, options.noise, options.epochs)
         for seed, name, curve in answers_of_ranks(work_on, *work, world_size=2):
             curves[name].append(curve)
-            report.settings.setdefault("rewards", {})[f"{name}, seed {seed}"] = curve.rewards
+            tens = [fmean(curve.rewards[begin : begin + NUM_LAST]) for begin in range(0, options.iterations, NUM_LAST)]
+            report.settings.setdefault("rewards", {})[f"{name}, seed {seed}"] = tens
             at_end = fmean(curve.rewards[-NUM_LAST:])
             print(
                 f"seed {seed}, {name}: held out {curve.held_out:.3f}, reward {at_end:.3f}, {curve.metrics}", flush=True
