@@ -214,7 +214,20 @@ class VLLMEngines(EngineFactory):
             agree=agreement(group, context.device),
         )
         self._services[key] = engine.service
+        if not engine.merges_adapters:
+            self._require_adapters_alone(replica)
         return ReplicaEngine(replica=replica, engine=engine, peers=peers, updates=updates)
+
+    def _require_adapters_alone(self, replica: Replica) -> None:
+        """Raise GenerationError if training changes a weight of an adapted role which vLLM would get only once."""
+        from lightning_realloc.generation.vllm.lone_adapters import adapter_names
+
+        trained = self._context.pool.saved_parameters(replica.role, include_frozen=False) or frozenset()
+        if others := sorted(trained.difference(adapter_names(replica.model))):
+            raise GenerationError(
+                f"vLLM gets adapters alone after the first rollout, and {replica.role} trains {others[0]} as well "
+                f"({len(others)} such parameters); freeze them, or set VLLMOptions(merge_adapters=True)"
+            )
 
     def close(self) -> None:
         """End all processes; a later call starts them again."""

@@ -98,6 +98,28 @@ def test_the_base_is_handed_over_once_and_then_adapters_alone_unless_they_are_me
     assert first == second if merges else 0 < 8 * second < first
 
 
+class Thawing(runs.RecordedGRPO):
+    """GRPO that trains a norm beside its adapters."""
+
+    def configure_model(self) -> None:
+        """Let the norm require gradients."""
+        super().configure_model()
+        self.models()["actor"].get_parameter("model.norm.weight").requires_grad_(True)
+
+
+def fit_with_a_trained_norm(options: VLLMOptions) -> None:
+    """Train adapters and a norm."""
+    module = adapted_grpo(module_class=Thawing, engine="vllm", generation=GenerationOptions(vllm=options))
+    runs.train(module, "static", 1, Batches(1))
+
+
+@CPU_ALONE
+def test_weights_that_train_beside_adapters_are_refused(workers: WorkerPool, tmp_path: Path) -> None:
+    options = VLLMOptions(python=stand_in(tmp_path))
+    with pytest.raises(WorkerFailure, match=r"actor trains model\.norm\.weight as well \(1 such parameters\); freeze"):
+        workers.run(fit_with_a_trained_norm, options, world_size=1, init_process_group=False)
+
+
 @pytest.mark.parametrize(
     ("layout", "address", "message"),
     [
