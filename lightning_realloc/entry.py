@@ -32,6 +32,7 @@ SUMMARIES: Mapping[str, Mapping[str, str]] = {
     "Plan, and look at runs and models": {
         "plan": "Find the best plan for models and a cluster that need not be there, and compare plans.",
         "report": "Show how a run learns and where its time goes: an HTML file, Markdown or JSON.",
+        "runs": "List the runs of a folder with score, reward, time and settings, and name those that got worse.",
         "dashboard": "Serve the report of running runs in the browser, and follow them.",
         "chat": "Talk to a model: a folder that training has written, a folder of adapters, or a Hugging Face name.",
         "eval": "Evaluate a model on named sets: accuracy, pass@k and maj@k with intervals, for reports to compare.",
@@ -49,10 +50,11 @@ OTHER_COMMANDS: Mapping[str, str] = {
     "chat": "commands.chat_command:run_chat",
     "eval": "commands.eval_command:run_eval",
     "report": "commands.report_command:run_report",
+    "runs": "commands.report_command:run_runs",
     "dashboard": "commands.dashboard_command:run_dashboard",
 }
 """Command -> its function of the arguments and an output function, imported when it runs; it returns the exit code."""
-_WITHOUT_MODELS = ("report", "dashboard")
+_WITHOUT_MODELS = ("report", "runs", "dashboard")
 """Commands that start in a second, since they need neither torch nor Lightning."""
 
 

@@ -71,11 +71,13 @@ class RunReader:
 
     Args:
         folder: Folder of the record.
+        reads_ranks: Whether to read what every rank did, which is most of a record.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, reads_ranks: bool = True) -> None:
         self.folder = folder
         """Folder of the record."""
+        self._reads_ranks = reads_ranks
         self._events = FollowedFile(folder / EVENTS_FILE, event_from_json)
         self._metrics = FollowedFile(folder / METRICS_FILE, _metrics_row)
         self._ranks: dict[int, FollowedFile[IterationRecord | RankHeader]] = {}
@@ -94,7 +96,7 @@ class RunReader:
         self._events.update()
         fits = self._fits()
         self._metrics.update()
-        for rank in range(max(len(started.devices) for started, _ in fits)):
+        for rank in range(max(len(started.devices) for started, _ in fits) if self._reads_ranks else 0):
             followed = self._ranks.setdefault(rank, FollowedFile(self.folder / rank_file(rank), _rank_line))
             followed.update()
         problems = (self._events.problem, self._metrics.problem, *(file.problem for file in self._ranks.values()))

@@ -293,7 +293,7 @@ def test_a_reward_model_reports_its_auroc_and_calibration_error() -> None:
 def with_trainer(module: MultiModelModule) -> Any:
     """Give a module a trainer in training."""
     module._fabric = None
-    module._trainer = SimpleNamespace(training=True)  # type: ignore[assignment]
+    module._trainer = SimpleNamespace(training=True, callbacks=[])  # type: ignore[assignment]
     return module
 
 

@@ -74,7 +74,7 @@ class EvaluatedModule(L.LightningModule):
         """Whether calls are for training."""
         return bool(self.trainer.training) and self._task is None
 
-    def evaluate(self, task: EvaluationTask, prompts: Samples, calls: Sequence[ModelFunctionCall]) -> Samples:
+    def run_evaluation(self, task: EvaluationTask, prompts: Samples, calls: Sequence[ModelFunctionCall]) -> Samples:
         """Run calls on the prompts of a callback, and return the responses, the same on every rank, sorted by id."""
         self._task = task
         try:
@@ -83,14 +83,14 @@ class EvaluatedModule(L.LightningModule):
             self._task = None
         return made.to("cpu").sorted_by_id()
 
-    def respond(self, engine: Engine, prompts: Samples) -> Samples:
+    def evaluation_rollout(self, engine: Engine, prompts: Samples) -> Samples:
         """Respond to prompts of a callback: the method of its generating call."""
-        assert self._task is not None, "evaluate() sets it"
+        assert self._task is not None, "run_evaluation() sets it"
         return self._task.respond(self, engine, prompts)
 
-    def judge_responses(self, samples: Samples) -> Mapping[str, Column]:
+    def evaluation_rewards(self, samples: Samples) -> Mapping[str, Column]:
         """Reward responses to prompts of a callback."""
-        assert self._task is not None, "evaluate() sets it"
+        assert self._task is not None, "run_evaluation() sets it"
         return self._task.judge(self, samples)
 
     # ---- what a subclass says about itself

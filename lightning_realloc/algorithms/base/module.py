@@ -295,7 +295,9 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
         generates = any(call.kind == "generate" and call.role == "actor" for call in calls)
         if not asks or generates or all(role.name != "actor" for role in self.roles()):
             return ()
-        return (ModelFunctionCall("actor.generate", "generate", "actor", "respond", ("batch",), ("rollout",)),)
+        return (
+            ModelFunctionCall("actor.generate", "generate", "actor", "evaluation_rollout", ("batch",), ("rollout",)),
+        )
 
     # ---- derived
     def models(self) -> dict[str, nn.Module]:
@@ -340,13 +342,13 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
     def setup(self, stage: str) -> None:
         """Start reward functions, so that they fail before weights are loaded."""
         super().setup(stage)
-        for functions in self.reward_functions():
+        for functions in self.kept_reward_functions():
             functions.trainer_state = self.trainer_state
             functions.start()
 
     def release(self) -> None:
         """Close reward functions. The strategy calls it at the end of a run, also after an exception."""
-        for functions in self.reward_functions():
+        for functions in self.kept_reward_functions():
             functions.close()
 
     def configure_model(self) -> None:
@@ -418,7 +420,7 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
                 if role in packed_roles:
                     check_extra_inputs(transformers_model(model), shown)
             if split == "val" and self.trainer.limit_val_batches:
-                for functions in self.reward_functions():
+                for functions in self.kept_reward_functions():
                     functions.check_columns(table.data, "held-out data")
 
     @property
@@ -459,8 +461,8 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
         """Return samples as rows for tables and files: prompt, response, rewards, the data's columns."""
         return sample_rows(samples, self.tokenizer)
 
-    def reward_functions(self) -> list[RewardFunctions]:
-        """Return the reward functions of the algorithm."""
+    def kept_reward_functions(self) -> list[RewardFunctions]:
+        """Return the reward functions that are attributes of the algorithm."""
         return [kept for kept in vars(self).values() if isinstance(kept, RewardFunctions)]
 
     def trainer_state(self) -> TrainerState:

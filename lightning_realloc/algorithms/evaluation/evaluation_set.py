@@ -102,7 +102,7 @@ class EvaluationSet:
         self._check(name, module, sampling)
         functions = None if self.reward is None else self._own_functions(name)
         table = self._table(module.trainer)
-        for own in module.reward_functions() if functions is None else (functions,):
+        for own in module.kept_reward_functions() if functions is None else (functions,):
             own.check_columns(table.data, f"evaluation set {name!r}")
         return LoadedSet(name=name, given=self, table=table, sampling=sampling, functions=functions)
 
@@ -186,10 +186,10 @@ class LoadedSet:
 
     def calls(self, module: MultiModelModule) -> tuple[ModelFunctionCall, ...]:
         """Return the calls from prompts to rewards, in running order; a generating one is that of the actor."""
-        generating = replace(module.dataflow.call("actor.generate"), method="respond")
+        generating = replace(module.dataflow.call("actor.generate"), method="evaluation_rollout")
         if self.functions is not None:
             judging = ModelFunctionCall(
-                "judge_responses", "compute", None, "judge_responses", ("batch", "rollout"), (_COLUMN,)
+                "evaluation_rewards", "compute", None, "evaluation_rewards", ("batch", "rollout"), (_COLUMN,)
             )
             return generating, judging
         others = [name for name in module.evaluation_calls if name != generating.name]
@@ -233,7 +233,7 @@ class LoadedSet:
         return {f"{self.prefix}/{each}" for name in names for each in (name, *interval_names(name))}
 
     def _functions(self, module: MultiModelModule) -> list[RewardFunctions]:
-        return module.reward_functions() if self.functions is None else [self.functions]
+        return module.kept_reward_functions() if self.functions is None else [self.functions]
 
     def _column(self, module: MultiModelModule) -> str:
         return _COLUMN if self.functions is not None else str(module.reward_column)

@@ -137,7 +137,7 @@ class Evaluation(EvaluatingCallback):
         scores: dict[str, QuestionScores] = {}
         dispatch(trainer, "on_evaluation_start")
         for one in due:
-            samples = module.evaluate(one, one.table, one.calls(module))
+            samples = module.run_evaluation(one, one.table, one.calls(module))
             scores[one.prefix] = one.scores(module, samples)
             metrics |= one.metrics(module, samples, scores[one.prefix])
         module.question_scores |= scores

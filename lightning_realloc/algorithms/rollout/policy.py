@@ -242,7 +242,7 @@ class PolicyModule(MultiModelModule):
     def _further_columns(self, prompts: Samples) -> Callable[[Samples], Samples] | None:
         """Return the function that adds columns to responses: their parts, and held-out ones' final answers."""
         is_scored = self.trainer.validating or self.trainer.sanity_checking or self.trainer.testing
-        reader = self.accuracy.reader(self.reward_functions()) if self.accuracy and is_scored else None
+        reader = self.accuracy.reader(self.kept_reward_functions()) if self.accuracy and is_scored else None
         return self._parts if reader is None else adding_answers(self._parts, prompts, self.tokenizer, reader)
 
     def _require_answers(self, made: Samples) -> None:
@@ -309,7 +309,7 @@ class PolicyModule(MultiModelModule):
     def prediction_calls(self, batch: Samples) -> tuple[str, ...]:
         """Return the calls that ``predict`` runs, without rewards if the data lacks their columns."""
         missing: dict[str, list[str]] = {}
-        for functions in self.reward_functions():
+        for functions in self.kept_reward_functions():
             missing |= functions.missing_columns(batch.data)
         if not missing:
             return super().prediction_calls(batch)

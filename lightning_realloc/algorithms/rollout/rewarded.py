@@ -281,7 +281,7 @@ class RewardedModule(PolicyModule):
 
     def _record_rewards(self, samples: Samples) -> None:
         """Report rewards to the data module, whose curriculum draws the next batches by them; log its metrics."""
-        data = getattr(self.trainer, "datamodule", None)
+        data = getattr(self._trainer, "datamodule", None)
         if isinstance(data, PromptDataModule) and len(samples):
             rewards = without_failed(samples, self.reward_column).tensor(self.reward_column)
             self.log_dict(data.record_rewards(samples.tensor("prompt_id"), rewards), batch_size=len(samples))

@@ -82,7 +82,7 @@ def _without(value: Any, names: Iterable[str]) -> Any:
 def differences_section(runs: Sequence[RunFolder]) -> Json:
     """Return the section with the settings in which runs differ, of their configurations and of their records."""
     groups = group_runs(runs)
-    settings = [[_flat_settings(run) for run in group.runs] for group in groups]
+    settings = [[flat_settings(run) for run in group.runs] for group in groups]
     names = dict.fromkeys(name for group in settings for run in group for name in run)
     rows = (
         [name, *(", ".join(dict.fromkeys(run.get(name, "–") for run in group)) for group in settings)] for name in names
@@ -98,7 +98,7 @@ def differences_section(runs: Sequence[RunFolder]) -> Json:
     return section("differences", title, tables=tables)
 
 
-def _flat_settings(run: RunFolder) -> dict[str, str]:
+def flat_settings(run: RunFolder) -> dict[str, str]:
     """Return name -> value of a run's settings, such as ``model.learning_rate``; without secrets and output folders."""
     found: dict[str, str] = {}
     if run.record is not None:

@@ -85,16 +85,41 @@ def read_run_folder(folder: Path) -> RunFolder:
     return RunFolderReader(folder).read()
 
 
+def find_runs(folder: Path) -> dict[str, Path]:
+    """Return name -> folder of all runs in a folder or below: of records, and of tables and scores without one.
+
+    Names are paths from the folder that was asked for.
+
+    Raises:
+        ConfigError: if it is no folder, or holds no run.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; give one that holds the outputs of runs")
+    found: list[Path] = []
+    for name in (EVENTS_FILE, METRICS_TABLE, SCORES_FILE):
+        for file in _newest_first(folder, name):
+            if file.parent not in found and file.parent / RECORD_FOLDER not in found:
+                found.append(file.parent)
+    if not found:
+        raise ConfigError(f"{folder} holds no run: no record, no {METRICS_TABLE} and no {SCORES_FILE} in it or below")
+    places = [one.parent if one.name == RECORD_FOLDER and one != folder else one for one in found]
+    return {
+        folder.name if place == folder else str(place.relative_to(folder)): path
+        for place, path in zip(places, found, strict=True)
+    }
+
+
 class RunFolderReader:
     """Reads the newest run in a folder or below it, and later its new iterations.
 
     Args:
         folder: Folder of the run.
+        is_brief: Whether to leave out samples and what every rank did, which are most of a run's files.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._reader = RunReader(folder)
+    def __init__(self, folder: Path, *, is_brief: bool = False) -> None:
+        self._folder, self._is_brief = folder, is_brief
+        self._reader = RunReader(folder, reads_ranks=not is_brief)
         self._scores: tuple[Path, FollowedFile[EvaluationRecord]] | None = None
         """Folder with scores, and the file."""
         self._times = RankTimeBuilder()
@@ -119,18 +144,18 @@ class RunFolderReader:
             name=str(self._folder),
             log_folder=log_folder,
             record=record,
-            time=None if record is None else self._read_times(record, problems),
+            time=None if record is None or self._is_brief else self._read_times(record, problems),
             metrics=metrics,
             evaluations=self._read_scores(scores_folder, record, problems),
-            rollouts=_read_rollouts(log_folder / ROLLOUTS_TABLE, problems),
-            conversations=read_conversations(log_folder / CONVERSATIONS_FILE, problems),
+            rollouts=Rollouts() if self._is_brief else _read_rollouts(log_folder / ROLLOUTS_TABLE, problems),
+            conversations=() if self._is_brief else read_conversations(log_folder / CONVERSATIONS_FILE, problems),
             config=_read_config(log_folder / CONFIG_FILE, problems),
             problems=tuple(problems),
         )
 
     def _read_record(self, folder: Path, problems: list[str]) -> RunRecord | None:
         if folder != self._reader.folder:
-            self._reader = RunReader(folder)
+            self._reader = RunReader(folder, reads_ranks=not self._is_brief)
         try:
             return self._reader.read()
         except (RecordError, RecursionError) as error:
