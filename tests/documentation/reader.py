@@ -35,7 +35,9 @@ PROMPTS = [{"prompt": prompt, "answer": answer} for prompt, answer in SUMS]
 CHATS = [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in PROMPTS]
 PAIRS = [{"prompt": prompt, "chosen": answer, "rejected": "no"} for prompt, answer in SUMS]
 DEMONSTRATIONS = [{"prompt": prompt, "completion": answer} for prompt, answer in SUMS]
-ROWS = {"train": CHATS, "pairs": PAIRS, "runs/demo/train": PROMPTS, "runs/demo/held_out": PROMPTS[:8]}
+ROWS = {
+    "train": CHATS, "pairs": PAIRS, "gsm8k_test": PROMPTS, "runs/demo/train": PROMPTS, "runs/demo/held_out": PROMPTS[:8]
+}  # fmt: skip
 
 
 def write_folder(folder: Path) -> None:
