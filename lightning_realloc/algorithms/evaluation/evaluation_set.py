@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from lightning_realloc.algorithms.base.evaluation import EVALUATION
 from lightning_realloc.algorithms.base.loaded_weights import is_model_source
 from lightning_realloc.algorithms.base.module import MultiModelModule
 from lightning_realloc.algorithms.base.rollout_columns import (
@@ -182,7 +183,7 @@ class LoadedSet:
     @property
     def prefix(self) -> str:
         """Beginning of the names of its metrics."""
-        return f"eval/{self.name}"
+        return f"{EVALUATION}{self.name}"
 
     def calls(self, module: MultiModelModule) -> tuple[ModelFunctionCall, ...]:
         """Return the calls from prompts to rewards, in running order; a generating one is that of the actor."""

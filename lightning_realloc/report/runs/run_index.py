@@ -11,7 +11,7 @@ from typing import Any
 from lightning_realloc.recording.events import PlanInstalled, RunEnded
 from lightning_realloc.report.runs.comparison import flat_settings, group_runs
 from lightning_realloc.report.runs.run_folder import RunFolder
-from lightning_realloc.report.runs.score_words import compared_scores, shown_interval
+from lightning_realloc.report.runs.score_words import compared_scores, full_name, shown_interval
 from lightning_realloc.report.runs.sections.run_cost import iteration_seconds
 from lightning_realloc.scores.bootstrap import ScoreInterval, intervals
 from lightning_realloc.scores.question_scores import ACCURACY
@@ -20,7 +20,6 @@ SLOWER = 1.15
 """Ratio of the seconds of an iteration from which a run counts as slower; equal runs differ by less on one machine."""
 MIN_TIMED = 5
 """Iterations that a run needs for a comparison of seconds."""
-_SCORE = re.compile(rf"(val|test|eval/[^/]+)/{ACCURACY}(/dataloader_idx_\d+)?")
 _NOT_SHOWN = re.compile(r"(.*\.)?(seed|seed_everything|devices|plan|data)(\..*)?|weights of .*")
 """Settings that have columns of their own, or say little of a run."""
 
@@ -125,10 +124,9 @@ def _begin(run: RunFolder) -> float:
 
 
 def _latest_score(run: RunFolder) -> tuple[str, ScoreInterval] | None:
-    for name, evaluation in run.evaluations.items():
+    for evaluation in run.evaluations.values():
         if ACCURACY in evaluation.scores.names:
-            stage, loader, index = name.partition("/dataloader_idx_")
-            return f"{stage}/{ACCURACY}{loader}{index}", intervals(evaluation.scores)[ACCURACY]
+            return full_name(evaluation, ACCURACY), intervals(evaluation.scores)[ACCURACY]
     return None
 
 

@@ -22,7 +22,7 @@ def scores_table(run: RunFolder) -> list[Json]:
     for evaluation in run.evaluations.values():
         for name, score in intervals(evaluation.scores).items():
             number = len(evaluation.scores.questions)
-            rows.append([_full_name(evaluation, name), _interval_cell(score), number, evaluation.step])
+            rows.append([full_name(evaluation, name), _interval_cell(score), number, evaluation.step])
     if not rows:
         return []
     columns = [column("score", TEXT), column("value (95 % interval)"), column("questions"), column("iteration")]
@@ -59,7 +59,7 @@ def _compared_row(found: Comparison, pair: Sequence[EvaluationRecord], run: str)
     values = (_interval_cell(one) for one in (found.second, found.first))
     result = "cannot be distinguished" if not found.is_clear else "better" if found.difference.low > 0 else "worse"
     test = "unpaired" if found.num_paired is None else f"paired, {found.num_paired} questions"
-    return [_full_name(pair[0], found.name), run, *values, _interval_cell(found.difference, sign="+"), result, test]
+    return [full_name(pair[0], found.name), run, *values, _interval_cell(found.difference, sign="+"), result, test]
 
 
 def _verdict(found: Comparison, pair: Sequence[EvaluationRecord], runs: Sequence[str]) -> str:
@@ -67,7 +67,7 @@ def _verdict(found: Comparison, pair: Sequence[EvaluationRecord], runs: Sequence
     first, second = (
         f"{run} ({shown_interval(one)})" for run, one in zip(runs, (found.first, found.second), strict=True)
     )
-    name = _full_name(pair[0], found.name)
+    name = full_name(pair[0], found.name)
     if not found.is_clear:
         result = f"{name}: {second} and {first} cannot be distinguished"
     else:
@@ -95,7 +95,7 @@ def _few_questions(evaluations: Iterable[EvaluationRecord]) -> str:
     return f" With fewer than {MIN_QUESTIONS} questions, intervals are too narrow." if has_few else ""
 
 
-def _full_name(evaluation: EvaluationRecord, score: str) -> str:
+def full_name(evaluation: EvaluationRecord, score: str) -> str:
     """Return the name of a score's metric."""
     stage, loader, index = evaluation.name.partition(_LOADER)
     return f"{stage}/{score}{loader}{index}"
