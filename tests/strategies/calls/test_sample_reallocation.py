@@ -83,7 +83,7 @@ def test_iterations_give_the_same_results_with_and_without_moves(
     assert sum(counts) >= 1.0
     assert moved.tokens == stayed.tokens
     assert moved.rewards == stayed.rewards
-    assert runs.largest_difference(moved.weights, stayed.weights) < 1e-4
+    assert runs.mean_difference(moved.weights, stayed.weights) < 1e-6
 
 
 def test_no_sample_moves_between_ranks_that_step_together(workers: WorkerPool) -> None:
@@ -101,4 +101,4 @@ def test_queued_samples_move_under_true_and_queued(workers: WorkerPool, setting:
     )
     assert sum(counts) >= 1.0
     assert moved.tokens == stayed.tokens
-    assert runs.largest_difference(moved.weights, stayed.weights) < 1e-4
+    assert runs.mean_difference(moved.weights, stayed.weights) < 1e-6

@@ -187,7 +187,7 @@ def test_generation_on_separate_ranks_changes_no_result(run: Run, overlap: str) 
     apart = run("apart", 1, 0, 1, 2, 3, overlap=overlap)
     assert apart.tokens == together.tokens
     assert apart.rewards == together.rewards
-    assert runs.largest_difference(apart.weights, together.weights) < 1e-4
+    assert runs.mean_difference(apart.weights, together.weights) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_two_steps_ahead_responses_come_from_the_policy_two_steps_before(run: Ru
     assert ahead.steps == [1, 2, 3, 4, 5]
     apart = run("apart", 2, 0, 1, 3, 2, 0, overlap="calls")  # weights move between calls: the same run
     assert apart.tokens == ahead.tokens
-    assert runs.largest_difference(apart.weights, ahead.weights) < 1e-4
+    assert runs.mean_difference(apart.weights, ahead.weights) < 1e-6
 
 
 def test_an_epoch_ends_with_every_batch_trained_on(run: Run, initial: Outcome) -> None:
