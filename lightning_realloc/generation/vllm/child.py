@@ -138,10 +138,12 @@ class ServedEngine:
         self._vllm, self._connection = vllm, connection
         self._llm = vllm.LLM(**llm)
         threading.Thread(target=_end_with_workers, daemon=True).start()
-        self._llm.collective_rpc(_report_tempered_logprobs)
+        sampling = _part("child_sampling")
+        self._llm.collective_rpc(sampling.report_tempered_logprobs)
+        self._llm.collective_rpc(sampling.keep_random_numbers)
         self._llm.init_weight_transfer_engine({"init_info": {}})
         self._most_running = int(llm["max_num_seqs"])
-        self._images = None if images is None else _image_prompts(self._llm, images)
+        self._images = None if images is None else _part("child_images").ImagePrompts(self._llm, **images)
         self._version = ""
         self._adapter: Any = None
         """LoRARequest of the adapters that responses use; None: the base alone."""
@@ -257,12 +259,13 @@ class ServedEngine:
         self._llm.wake_up()
 
 
-def _image_prompts(llm: Any, images: Mapping[str, Any]) -> Any:
-    spec = importlib.util.spec_from_file_location("child_images", Path(__file__).with_name("child_images.py"))
+def _part(name: str) -> Any:
+    """Return a module of this folder, which is not a package here."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.ImagePrompts(llm, **images)
+    return module
 
 
 def _end_with_workers() -> None:
@@ -273,26 +276,6 @@ def _end_with_workers() -> None:
         sys.stderr.write(f"RuntimeError: a worker process of vLLM ended with exit code {code}\n")
         sys.stderr.flush()
         os._exit(1)
-
-
-def _report_tempered_logprobs(worker: Any) -> None:
-    """Make vLLM report log-probabilities of ``softmax(logits / temperature)`` over the whole vocabulary.
-
-    Its own modes leave out the temperature, or take only the tokens that filters keep.
-    """
-    import torch
-
-    sampler = worker.model_runner.sampler
-    forward = sampler.forward
-
-    def tempered(logits: Any, sampling_metadata: Any, *others: Any, **options: Any) -> Any:
-        divisors = sampling_metadata.temperature
-        if divisors is not None:
-            divisors = torch.where(divisors < 1e-5, 1.0, divisors)[:, None]  # below it vLLM is greedy
-        sampler.compute_logprobs = lambda raw: (raw.float() if divisors is None else raw / divisors).log_softmax(-1)
-        return forward(logits, sampling_metadata, *others, **options)
-
-    sampler.forward = tempered
 
 
 def register_shared_memory() -> None:

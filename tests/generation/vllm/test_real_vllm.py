@@ -87,6 +87,21 @@ def test_log_probabilities_are_those_of_a_forward_after_every_update(
             assert set(completion.versions) == {engine._version}
 
 
+def test_prompts_that_are_read_in_several_steps_get_the_same_responses(model: PreTrainedModel) -> None:
+    prompts, sampling = draw_prompts(6), SamplingParams(max_new_tokens=12, n=2, seed=3)
+    assert sum(map(len, prompts)) > 32
+
+    def responses(**arguments: int) -> list[tuple[int, ...]]:
+        options = VLLMOptions(python=vllm_python(), arguments=arguments)
+        engine = VLLMEngine(model, max_slots=8, max_cache_bytes=1 << 26, options=options)
+        try:
+            return [completion.token_ids for completion in engine.generate(prompts, sampling)]
+        finally:
+            engine.service.close()
+
+    assert responses(max_num_batched_tokens=16) == responses()
+
+
 def test_greedy_tokens_and_ends_are_those_of_the_native_engine(model: PreTrainedModel, engine: VLLMEngine) -> None:
     change_weights(model, engine, seed=9)
     native, prompts = GenerationEngine(model, tokenizer=byte_tokenizer()), draw_prompts(6)
