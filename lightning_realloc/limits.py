@@ -25,6 +25,12 @@ READING_THE_SAME = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Linear layers of these names share one product where they are called with the same tensor."""
 ABSORBED_PROJECTION = "kv_b_proj"
 """Linear layer that expands latents to keys and values, and that decoding absorbs into queries and outputs."""
+VLLM_CPU_CACHE_BYTES = 1 << 30
+"""Keys and values of a vLLM on CPU without ``max_cache_bytes``: a share of the host's memory would be too much."""
+VLLM_CHUNK_BYTES = 256 << 20
+"""Weights in the shared memory through which vLLM gets them. More: fewer messages, and more memory next to both."""
+VLLM_MEMORY_SHARE = 0.3
+"""Fraction of a GPU's memory that vLLM takes by default, without ``max_cache_bytes``."""
 DEFAULT_MICRO_BATCH_TOKENS = 8192
 """Tokens of a forward pass outside of generation. More: fewer and larger products, and more memory for activations."""
 MICRO_BATCH_TOKENS = {"cpu": 2048}

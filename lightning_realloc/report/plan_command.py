@@ -14,6 +14,7 @@ from functools import partial
 
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError, ReallocError
+from lightning_realloc.generation.core.capabilities import CAPABILITIES
 from lightning_realloc.report.formats import gib
 from lightning_realloc.report.model_source import read_roles
 from lightning_realloc.report.plan_comparison import (
@@ -43,7 +44,7 @@ from lightning_realloc.strategies.generation_limits import (
     generation_limits,
     refuse_generation_layouts,
 )
-from lightning_realloc.strategies.pool.memory_check import settings_of_precision
+from lightning_realloc.strategies.pool.memory_check import memory_of_vllm, settings_of_precision
 from lightning_realloc.tuning.estimate.hardware import CPU_EFFICIENCY
 from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
 from lightning_realloc.tuning.memory.advice import find_excess
@@ -296,10 +297,12 @@ def _roles(request: PlanRequest, *, is_priced: bool) -> dict[str, RoleMemory]:
 
 
 def _settings(request: PlanRequest) -> MemorySettings:
-    precision = request.flags.precision
-    if precision not in ("bf16-mixed", "bf16-true", "32-true"):
+    if (precision := request.flags.precision) not in ("bf16-mixed", "bf16-true", "32-true"):
         raise PlanError(f"precision={precision!r} cannot be used here; use bf16-mixed, bf16-true or 32-true")
     settings = settings_of_precision(precision)
+    if request.run is not None and "vllm" in CAPABILITIES[request.run.module.engine]:
+        given = request.run.module.generation_options, None if request.is_cpu else request.memory_budget
+        settings = replace(settings, engine=memory_of_vllm(*given))
     if request.cluster is None or not request.is_cpu:
         return settings
     return replace(settings, builds_on_device=True, shares_memory=request.cluster.num_nodes == 1)

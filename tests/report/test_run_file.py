@@ -161,6 +161,20 @@ def test_generation_follows_the_options_of_the_configuration(
     assert dims.pp == dims.fsdp == 1 and "Best plan found" in capsys.readouterr().out
 
 
+def test_the_memory_of_a_vllm_is_forecast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calls = {"actor.generate": "dp2", "actor.train": "fsdp2"}
+    strategy = {"class_path": "ReallocStrategy", "init_args": {"plan": {"calls": calls}}}
+    file = tmp_path / "run.yaml"
+    given = {"engine": "vllm", "generation": {"vllm": {"memory_share": 0.5}}, "kl_coef": 0}
+    file.write_text(yaml.safe_dump(_with(given, trainer={"devices": 2, "strategy": strategy})))
+    cli.run(["plan", "--config", str(file), "--actor", TINY, "--cluster", "h100", "--check"])
+    lines = capsys.readouterr().out.splitlines()
+    column = next(line.split("  ") for line in lines if line.startswith("phase"))
+    assert "vllm" in [name.strip() for name in column]
+    half = f"{40 * 1024:,.1f}"
+    assert all(half in line for line in lines if line.startswith(("actor.generate", "actor.train", "-> actor")))
+
+
 def test_router_replay_of_a_model_without_routers_is_refused() -> None:
     content = _with({"generation": {"router_replay": True}, "kl_coef": 0.0})
     run = _run(content)

@@ -23,6 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.vllm.lone_adapters import adapter_names
 from lightning_realloc.generation.vllm.tensor_ranks import TensorRanks, file_name, num_bytes
+from lightning_realloc.limits import VLLM_CHUNK_BYTES
 from lightning_realloc.runtime.dtypes import dtype_name
 from lightning_realloc.runtime.model.image_inputs import placeholder_ids
 from lightning_realloc.runtime.model.quantized import quantized_layers
@@ -108,7 +109,7 @@ class SharedMemoryHandOver:
 
     backend = "shared_memory"
 
-    def __init__(self, *, ranks: TensorRanks | None = None, chunk_bytes: int = 256 << 20) -> None:
+    def __init__(self, *, ranks: TensorRanks | None = None, chunk_bytes: int = VLLM_CHUNK_BYTES) -> None:
         self._ranks, self._chunk_bytes = ranks, chunk_bytes
         self._segment: SharedSegment | None = None
 

@@ -45,6 +45,7 @@ from lightning_realloc.generation.vllm.messages import (
 from lightning_realloc.generation.vllm.owned_folder import OwnedFolder
 from lightning_realloc.generation.vllm.tensor_ranks import TensorRanks, visible_device
 from lightning_realloc.generation.vllm.vllm_options import VLLMOptions
+from lightning_realloc.limits import VLLM_CPU_CACHE_BYTES
 from lightning_realloc.runtime.dtypes import dtype_name
 from lightning_realloc.runtime.model.image_inputs import placeholder_ids
 
@@ -170,7 +171,7 @@ class VLLMProcess:
         on_cpu = device.type == "cpu"
         if on_cpu:
             arguments["enforce_eager"] = True  # compiling takes minutes
-        cache_bytes = max_cache_bytes or (1 << 30 if on_cpu else None)  # a share of the host's memory is too much
+        cache_bytes = max_cache_bytes or (VLLM_CPU_CACHE_BYTES if on_cpu else None)
         if cache_bytes is not None:
             arguments["kv_cache_memory_bytes"] = int(cache_bytes)
         if options.max_length is not None:

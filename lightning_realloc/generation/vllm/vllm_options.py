@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.core.params import check_counts, check_kind
+from lightning_realloc.limits import VLLM_MEMORY_SHARE
 from lightning_realloc.setting_hints import suggest_settings
 
 _OWN_ARGUMENTS = {
@@ -61,7 +62,7 @@ class VLLMOptions:
     alone: for adapters that vLLM does not have, and for a server."""
     sleep: bool = False
     """Whether vLLM frees its device's memory between generating calls; needs a GPU."""
-    memory_share: float = 0.3
+    memory_share: float = VLLM_MEMORY_SHARE
     """Share of the device's memory for weights, keys and values, if no ``max_cache_bytes`` is given."""
     max_length: int | None = None
     """Most tokens of prompt and response that vLLM makes room for; None: the model's context."""

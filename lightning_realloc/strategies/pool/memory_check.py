@@ -24,17 +24,25 @@ from lightning_realloc.errors import ConfigError, PlanError, ReallocError
 from lightning_realloc.generation.core.capabilities import CAPABILITIES
 from lightning_realloc.generation.forward.latents import latent_modules
 from lightning_realloc.generation.forward.packed_linear import packs
+from lightning_realloc.limits import VLLM_CHUNK_BYTES, VLLM_CPU_CACHE_BYTES, VLLM_MEMORY_SHARE
 from lightning_realloc.runtime.forward.attention.packable import check_packable
 from lightning_realloc.runtime.forward.routers import describe_missing_routers, has_routers
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.model.quantized import quantized_bytes
 from lightning_realloc.runtime.model.training_mode import can_recompute
 from lightning_realloc.runtime.parallel.model_spec import MAX_TENSOR_PARALLEL, describe_model
-from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
+from lightning_realloc.strategies.algorithm_protocol import EngineOptions, RunnableAlgorithm
 from lightning_realloc.strategies.pool.precision import copy_dtype_of, master_dtype_of
 from lightning_realloc.tuning.memory.advice import SUGGESTED_ADAPTERS, find_excess, in_half_precision
 from lightning_realloc.tuning.memory.forecast import forecast_memory
-from lightning_realloc.tuning.memory.parts import DraftMemory, EngineMemory, MemorySettings, Workload, usable_bytes
+from lightning_realloc.tuning.memory.parts import (
+    DraftMemory,
+    EngineMemory,
+    MemorySettings,
+    VLLMMemory,
+    Workload,
+    usable_bytes,
+)
 from lightning_realloc.tuning.shapes.model_shape import ModelShape
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 from lightning_realloc.tuning.shapes.tower import Tower
@@ -136,6 +144,9 @@ def describe_with_adapters(
 
 def engine_memory(module: RunnableAlgorithm, device: torch.device, copy_dtype: torch.dtype) -> EngineMemory:
     """Return the engine's settings that its memory depends on. Raises GenerationError for an unreadable draft model."""
+    if "vllm" in CAPABILITIES[module.engine]:
+        device_bytes = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
+        return memory_of_vllm(module.generation_options, device_bytes)
     if "keeps_cache" not in CAPABILITIES[module.engine]:
         return EngineMemory()
     speculation, options = module.speculation, module.generation_options
@@ -150,6 +161,20 @@ def engine_memory(module: RunnableAlgorithm, device: torch.device, copy_dtype: t
         draft=None if speculation is None else _draft_memory(speculation),
         packs_weights=device.type == "cpu" and packs(copy_dtype),
     )
+
+
+def memory_of_vllm(options: EngineOptions, device_bytes: int | None) -> EngineMemory:
+    """Return the settings that the memory of a vLLM depends on. ``device_bytes``: memory of a GPU; None: on CPUs."""
+    vllm, bound, on_cpu = options.vllm, options.max_cache_bytes, device_bytes is None
+    share = VLLM_MEMORY_SHARE if vllm is None else vllm.memory_share
+    memory = VLLMMemory(
+        cache_bytes=bound or (VLLM_CPU_CACHE_BYTES if on_cpu else 0),
+        least_bytes=0 if device_bytes is None or bound else int(share * device_bytes),
+        chunk_bytes=VLLM_CHUNK_BYTES if on_cpu else 0,
+        takes_adapters=vllm is None or not vllm.merge_adapters,
+        is_elsewhere=vllm is not None and vllm.address is not None,
+    )
+    return EngineMemory(vllm=memory, frees_cache=vllm is not None and vllm.sleep)
 
 
 def _draft_memory(speculation: Speculation) -> DraftMemory | None:

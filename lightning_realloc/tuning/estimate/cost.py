@@ -101,6 +101,8 @@ class CallCost:
     """Elements of experts among ``num_trained_sharded``."""
     num_tied: int
     """Trained elements of the fullest rank that another pipeline stage holds, too."""
+    num_given: int
+    """Elements of the fullest rank that a vLLM is given before each generation; 0 without one."""
     stage_blocks: tuple[int, ...]
     """Number of blocks of every pipeline stage."""
     trained_share: float
@@ -118,7 +120,7 @@ class CallCost:
         """Return the seconds of a call of that kind with the options of a plan."""
         shape = CallShape.from_plan(kind, plan, self.tokens.workload, self.tokens.sequence)
         if kind == "generate":
-            parts = self._generate(shape)
+            parts = self._generate(shape) + self._hand_over()
         elif kind == "infer":
             parts = self._infer(shape)
         else:
@@ -185,6 +187,10 @@ class CallCost:
             )
             parts += step.scaled(segment.steps * pp)
         return parts + self._capture(segments)
+
+    def _hand_over(self) -> CallSeconds:
+        """Return the time in which a vLLM takes the weights over; its steps are priced as those of the ranks."""
+        return CallSeconds(other=self.kernels.device.hand_over(self.num_given * self.settings.copy_bytes))
 
     def _capture(self, segments: Sequence[DecodeSegment]) -> CallSeconds:
         """Return the time to capture each shape of a generation's steps once; 0 if graphs stay between generations."""

@@ -77,13 +77,15 @@ class Efficiency:
     row_s: float = 30e-6
     """Host time for each sequence of a decoding step: its token, its stop rule and its next input. Fitted to
     docs/benchmarks/generation_cuda.md, with 1 to 128 sequences."""
+    hand_over_share: float = 0.3
+    """Fraction of memory bandwidth at which a vLLM takes weights over. Nominal: each byte is read and written once."""
     call_s: float = 10e-3
     """Fixed time of any call: packing samples, agreeing on them and waiting for the slowest rank."""
     hides_communication: bool = True
     """Whether FSDP's gathers and reductions overlap with computation; on CPU they use the same cores."""
 
     def __post_init__(self) -> None:
-        for name in ("matmul_share", "attention_share", "memory_share", "cache_share", "link_share"):
+        for name in ("matmul_share", "attention_share", "memory_share", "cache_share", "link_share", "hand_over_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise PlanError(f"{name}={getattr(self, name)} is a share of a nominal rate; use one in (0, 1]")
         for name in ("tile", "thin_tile", "tiles_at_once"):
@@ -103,6 +105,7 @@ CPU_EFFICIENCY = Efficiency(
     attention_share=0.3,
     memory_share=0.7,
     cache_share=0.7,
+    hand_over_share=0.04,
     layer_launch_s=1e-4,
     decode_launch_s=1e-4,
     captures_steps=False,
@@ -113,7 +116,8 @@ CPU_EFFICIENCY = Efficiency(
     hides_communication=False,
 )
 """Efficiency of one CPU core without a profile. Nominal except for the launches (measured: 0.11 to 0.13 ms per block of
-eager modules) and the fixed time of a call (measured: 10 to 25 ms with 4 to 16 sequences)."""
+eager modules), the fixed time of a call (measured: 10 to 25 ms with 4 to 16 sequences), and handing weights to vLLM
+(measured: 0.38 to 0.39 GB/s, docs/benchmarks/generation.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +156,10 @@ class Device:
     def stream(self, num_bytes: float) -> float:
         """Return the time to read or write this many bytes of device memory."""
         return num_bytes / (self.efficiency.memory_share * self.cluster.device_memory_bytes_per_s)
+
+    def hand_over(self, num_bytes: float) -> float:
+        """Return the time in which a vLLM takes this many bytes of weights over."""
+        return num_bytes / (self.efficiency.hand_over_share * self.cluster.device_memory_bytes_per_s)
 
     def read_cache(self, num_bytes: float) -> float:
         """Return the time of one token's attention to this many bytes of keys and values."""

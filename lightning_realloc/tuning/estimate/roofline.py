@@ -23,7 +23,7 @@ from lightning_realloc.tuning.estimate.kernels import Kernels, TowerKernels
 from lightning_realloc.tuning.memory.call_shape import CallShape
 from lightning_realloc.tuning.memory.memory_model import MemoryModel
 from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
-from lightning_realloc.tuning.shapes.role_elements import of_one_copy
+from lightning_realloc.tuning.shapes.role_elements import RankElements, of_one_copy
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 from lightning_realloc.tuning.shapes.traffic import Traffic, traffic
 
@@ -112,6 +112,7 @@ class RooflineEstimator:
             num_experts=max(sizes.num_experts for sizes in ends),
             num_trained_experts=max(sizes.num_trained_experts for sizes in ends),
             num_tied=max(sizes.num_tied for sizes in ends),
+            num_given=max(map(self._num_given, ends)),
             stage_blocks=elements.blocks_of_stages(dims),
             trained_share=elements.trained_share,
             dims=dims,
@@ -122,6 +123,13 @@ class RooflineEstimator:
             tokens=self.tokens,
             tower=self._tower(role),
         )
+
+    def _num_given(self, sizes: RankElements) -> int:
+        """Return the elements of a rank that a vLLM is given before each generation."""
+        vllm = self.settings.engine.vllm
+        if vllm is None:
+            return 0
+        return sizes.num_trained if vllm.takes_adapters and sizes.num_adapted else sizes.num_sharded
 
     def num_moved(self, role: str) -> int:
         """Return the elements of a role that a replica needs anew in every iteration.

@@ -4,15 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.tuning.memory.call_memory import CallMemory
-from lightning_realloc.tuning.memory.parts import MemorySettings, Workload
+from lightning_realloc.tuning.memory.parts import MemoryParts, MemorySettings, VLLMMemory, Workload
 from lightning_realloc.tuning.shapes.role_elements import RankElements, RoleElements, elements_of
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VLLMCallMemory(CallMemory):
+    """Memory model of a generating call by a vLLM on the same devices."""
+
+    vllm: VLLMMemory
+
+    @property
+    def kept(self) -> MemoryParts:
+        """Bytes that stay between generations."""
+        return self._of_vllm + self._merged
+
+    @property
+    def _of_vllm(self) -> MemoryParts:
+        if self.vllm.is_elsewhere:
+            return MemoryParts()
+        return MemoryParts(vllm=max(self._given_bytes + self.vllm.cache_bytes, self.vllm.least_bytes))
+
+    @property
+    def _given_bytes(self) -> int:
+        return self.sizes.num_sharded * self._stored_bytes
+
+    @property
+    def _merged(self) -> MemoryParts:
+        # Without zero arguments, as the decorator replaces the class.
+        return MemoryParts() if self.vllm.takes_adapters else super(VLLMCallMemory, self)._merged
+
+    def _generate(self) -> list[MemoryParts]:
+        return [self._of_vllm + MemoryParts(staging=min(self._given_bytes, self.vllm.chunk_bytes))]
 
 
 @dataclass(frozen=True)
@@ -68,7 +98,9 @@ class MemoryModel:
             is_home: Whether the call runs on the owner's home, and not on a replica next to it.
         """
         owner = self.owner(str(call.role))
-        made = CallMemory(
+        vllm = self.settings.engine.vllm if call.kind == "generate" else None
+        kind = CallMemory if vllm is None else partial(VLLMCallMemory, vllm=vllm)
+        made = kind(
             role=self.roles[owner],
             kind=call.kind,
             plan=plan,

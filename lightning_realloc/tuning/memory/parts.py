@@ -39,6 +39,22 @@ class DraftMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VLLMMemory:
+    """Memory of a vLLM next to each generating rank, which has weights, keys and values of its own."""
+
+    cache_bytes: int
+    """Bytes of keys and values on a rank's device; 0: what ``least_bytes`` leaves besides the weights."""
+    least_bytes: int = 0
+    """Bytes that vLLM takes of a rank's device in any case."""
+    chunk_bytes: int = 0
+    """Most bytes of the memory through which weights are handed over; 0: they are read where they are."""
+    is_elsewhere: bool = False
+    """Whether it is a server, on other devices or on memory that is taken before the run."""
+    takes_adapters: bool = False
+    """Whether a model's adapters are given alone, after its base was given once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
     """Settings of the generation engine that its memory depends on; the same for all generating calls."""
 
@@ -61,6 +77,8 @@ class EngineMemory:
     """The draft model; None without a separate one."""
     packs_weights: bool = False
     """Whether linear layers' weights are copied into the order that CPUs multiply fastest."""
+    vllm: VLLMMemory | None = None
+    """A vLLM that generates, in processes of its own on the same devices; None: the ranks generate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +173,8 @@ class MemoryParts:
     kv_cache: int = 0
     packed: int = 0
     """Packed copies of linear layers' weights during generation on CPU."""
+    vllm: int = 0
+    """A vLLM's weights, keys and values, in processes of its own on the same device."""
     drafts: int = 0
     """A separate draft model, with its gradients and optimizer state if it is distilled."""
     staging: int = 0
