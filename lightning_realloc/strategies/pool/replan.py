@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_realloc.errors import PlanError
+from lightning_realloc.errors import PlanError, WeightMismatch
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.parallel.shards import local_tensor, reshard
 from lightning_realloc.strategies.pool.pool_options import PoolOptions
@@ -34,6 +34,9 @@ def _move(
     ``what`` names them in errors.
 
     Each names the same parameters on all ranks of its layout. Other parameters of the model stay.
+
+    Raises:
+        WeightMismatch: on every rank, if one does not hold the old replica's weights then.
     """
     names = {name for named in gather_objects([*held, *room]) for name in named}
     if names:
@@ -41,7 +44,13 @@ def _move(
         move = options.reallocation(
             source, held, target, role=what, dtype=dtype, transport="direct", target_tensors=room
         )
-        move.run(new.version)
+        fault = None
+        try:
+            move.run(new.version)
+        except WeightMismatch as error:
+            fault = str(error)
+        if faults := list(filter(None, gather_objects(fault))):
+            raise WeightMismatch(faults[0])
 
 
 def move_weights(old: Replica, new: Replica, options: PoolOptions) -> None:

@@ -55,8 +55,8 @@ def leave_out_later_copies(patch: pytest.MonkeyPatch, rank: int) -> list[Callbac
     return []
 
 
-def receive_into_nowhere(patch: pytest.MonkeyPatch, rank: int) -> list[Callback]:
-    """Rank 1 keeps its old weights when messages arrive, from the second move on."""
+def receive_into_nowhere(patch: pytest.MonkeyPatch, rank: int, *, is_first_lost: bool = False) -> list[Callback]:
+    """Rank 1 keeps its old weights when messages arrive, from the second move on, or from the first."""
     run = DirectTransport.run
     moved: set[int] = set()
 
@@ -65,13 +65,24 @@ def receive_into_nowhere(patch: pytest.MonkeyPatch, rank: int) -> list[Callback]
         targets += [tensor for round_ in self._messages._rounds for tensor in round_.after.targets]
         before = [tensor.clone() for tensor in targets]
         seconds = run(self)
-        if id(self) in moved and rank == 1:
+        if rank == 1 and (is_first_lost or id(self) in moved):
             torch._foreach_copy_(targets, before)
         moved.add(id(self))
         return seconds
 
     patch.setattr(DirectTransport, "run", spoiled)
     return []
+
+
+def lose_a_change_of_plans(patch: pytest.MonkeyPatch, rank: int) -> list[Callback]:
+    """Rank 1 does not get the weights of the layout that training goes on in."""
+
+    def change(trainer: Any) -> None:
+        if trainer.global_step == 1:
+            receive_into_nowhere(patch, rank, is_first_lost=True)
+            trainer.strategy.set_plan(calls(actor_train="dp2", actor_generate="dp2", reference_infer="dp1@1"))
+
+    return [Each(change)]
 
 
 def fall_behind(patch: pytest.MonkeyPatch, rank: int) -> list[Callback]:
@@ -143,6 +154,7 @@ CASES: dict[str, Case] = {
         runs.grpo, OFFLOADED, "push", offload_the_first_version_again, "actor.optimizer: .* exp_avg' differs",
     ),
     "biases": (mixture, TWO, "push", keep_old_biases, "router 0's bias"),
+    "change of plans": (runs.grpo, PLAN, "push", lose_a_change_of_plans, r"weights of actor: .*\(direct\)"),
     "moving average": (averaged, PLAN, "push", leave_out_later_copies, "weights of actor"),
 }  # fmt: skip
 
