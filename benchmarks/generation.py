@@ -32,6 +32,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 
 from benchmarks.harness import BenchmarkReport, interleave, make_parser, paired_ratio
 from benchmarks.vllm_arm import VllmArm, VllmUnavailableError
+from examples.smollm2 import model_folder
 from lightning_realloc.generation import GenerationEngine, SamplingParams
 
 MAX_NEW_TOKENS = 256
@@ -77,12 +78,14 @@ class VllmCase:
     """Responses per prompt. Above 1, weights change and are handed over before each generation."""
     repeats: int = 3
     over_vllm: float = 0.8
+    prompt_tokens: tuple[int, int] = PROMPT_TOKENS
 
     @property
     def name(self) -> str:
         """Short text for tables."""
         iteration = f"x{self.responses} with hand-over" if self.responses > 1 else ""
-        return f"{self.model} {self.dtype} B={self.batch} N={self.samples}{iteration}"
+        long = "" if self.prompt_tokens == PROMPT_TOKENS else f", prompts of {self.prompt_tokens[0]}"
+        return f"{self.model} {self.dtype} B={self.batch} N={self.samples}{iteration}{long}"
 
 
 VLLM_CASES = (
@@ -90,6 +93,9 @@ VLLM_CASES = (
     VllmCase("100m", "bfloat16", 32, 64),
     VllmCase("tiny", "float32", 32, 8, responses=4, over_vllm=1.0, repeats=5),
     VllmCase("100m", "bfloat16", 32, 8, responses=4, over_vllm=1.0),
+    VllmCase("smollm2", "float32", 32, 8, responses=4, over_vllm=1.0),
+    VllmCase("100m", "bfloat16", 32, 8, responses=4, over_vllm=1.0, prompt_tokens=(768, 768)),
+    VllmCase("100m", "bfloat16", 8, 8, repeats=2),
 )
 
 
@@ -102,7 +108,13 @@ class Workload:
 
 
 def build_model(name: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Return a randomly initialised model: 5 million weights ("tiny") or 100 million, where embeddings are tied."""
+    """Return a randomly initialised model of 5 million weights ("tiny") or 100 million, with tied embeddings.
+
+    "smollm2" is SmolLM2-135M-Instruct itself, which ``make real-model`` brings.
+    """
+    if name == "smollm2":
+        loaded = AutoModelForCausalLM.from_pretrained(model_folder(), dtype=dtype, attn_implementation="sdpa")
+        return loaded.eval().requires_grad_(False)
     torch.manual_seed(0)
     shared: dict[str, Any] = dict(
         max_position_embeddings=2048, tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=2
@@ -121,10 +133,10 @@ def build_model(name: str, dtype: torch.dtype) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def draw_workload(samples: int, vocabulary: int, seed: int) -> Workload:
+def draw_workload(samples: int, vocabulary: int, seed: int, prompt_tokens: tuple[int, int] = PROMPT_TOKENS) -> Workload:
     """Return prompts of uniform and responses of geometric length."""
     generator = torch.Generator().manual_seed(seed)
-    low, high = PROMPT_TOKENS
+    low, high = prompt_tokens
     sizes = torch.randint(low, high + 1, (samples,), generator=generator).tolist()
     prompts = tuple(tuple(torch.randint(3, vocabulary, (size,), generator=generator).tolist()) for size in sizes)
     uniform = torch.rand(samples, generator=generator)
@@ -234,7 +246,7 @@ def checked(run: Callable[[], int], total: int) -> Callable[[], None]:
 def measure_against_vllm(case: VllmCase, report: BenchmarkReport, seed: int, python: Path) -> None:
     """Time the engine and vLLM in turns, and add a row for each and the target."""
     model = build_model(case.model, getattr(torch, case.dtype))
-    work = draw_workload(case.samples, model.config.vocab_size, seed)
+    work = draw_workload(case.samples, model.config.vocab_size, seed, case.prompt_tokens)
     if case.responses > 1:
         work = Workload(work.prompts, (64,) * case.samples)
     total = case.responses * sum(work.lengths)

@@ -36,7 +36,7 @@ class VllmArm:
             VllmUnavailableError: if the interpreter does not exist or vLLM does not start.
         """
         self._model = model
-        options = VLLMOptions(python=str(python), max_length=512)
+        options = VLLMOptions(python=str(python), max_length=1024)
         self._engine = VLLMEngine(model, max_slots=max_sequences, options=options)
         try:
             connection = self._engine.service.prepare(model)
