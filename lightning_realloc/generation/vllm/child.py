@@ -299,7 +299,8 @@ def register_shared_memory() -> None:
 
         def start_weight_update(self) -> None:
             self._loaded.clear()
-            initialize_layerwise_reload(self.model)
+            initialize_layerwise_reload(self.model)  # to parameters as files have them
+            self._known = {name.replace(".base_layer.", ".") for name, _ in self.model.named_parameters()}
 
         def receive_weights(self, update_info: Any) -> None:
             self._loaded |= self.model.load_weights(weights_in(update_info, self.device))
@@ -307,8 +308,7 @@ def register_shared_memory() -> None:
         def finish_weight_update(self) -> None:
             finalize_layerwise_reload(self.model, self.model_config)
             _pack_tied_head(self.model)
-            known = {name.replace(".base_layer.", ".") for name, _ in self.model.named_parameters()}
-            missing = sorted(known - {name.replace(".base_layer.", ".") for name in self._loaded})
+            missing = sorted(self._known - {name.replace(".base_layer.", ".") for name in self._loaded})
             if missing:
                 raise ValueError(f"no weights came for {', '.join(missing[:4])} ({len(missing)} in all)")
 

@@ -44,7 +44,7 @@ from lightning_realloc.generation.vllm.messages import (
 )
 from lightning_realloc.generation.vllm.owned_folder import OwnedFolder
 from lightning_realloc.generation.vllm.tensor_ranks import TensorRanks, visible_device
-from lightning_realloc.generation.vllm.vllm_options import VLLMOptions
+from lightning_realloc.generation.vllm.vllm_options import QUANTIZATIONS, VLLMOptions
 from lightning_realloc.limits import VLLM_CPU_CACHE_BYTES
 from lightning_realloc.runtime.dtypes import dtype_name
 from lightning_realloc.runtime.model.image_inputs import placeholder_ids
@@ -174,6 +174,8 @@ class VLLMProcess:
         cache_bytes = max_cache_bytes or (VLLM_CPU_CACHE_BYTES if on_cpu else None)
         if cache_bytes is not None:
             arguments["kv_cache_memory_bytes"] = int(cache_bytes)
+        if options.quantization is not None:
+            arguments["quantization"] = QUANTIZATIONS[options.quantization]
         if options.max_length is not None:
             arguments["max_model_len"] = options.max_length
         return arguments | dict(options.arguments)

@@ -35,6 +35,8 @@ from lightning_realloc.generation.vllm.service import VLLMService
 from lightning_realloc.generation.vllm.tensor_ranks import TensorRanks
 from lightning_realloc.generation.vllm.vllm_options import VLLMOptions
 from lightning_realloc.generation.vllm.vllm_server import VLLMServer
+from lightning_realloc.runtime.dtypes import dtype_name
+from lightning_realloc.runtime.model.batching_limits import has_experts
 from lightning_realloc.runtime.model.image_inputs import placeholder_ids
 from lightning_realloc.runtime.model.structure import check_extra_inputs
 from lightning_realloc.setting_hints import suggest_settings
@@ -88,6 +90,8 @@ class VLLMEngine(Engine):
         self._check_weights(model)
         if self._options.sleep and next(model.parameters()).device.type == "cpu" and self._options.address is None:
             raise GenerationError("sleep=True frees memory of a GPU, and the model is on the CPU; leave sleep out")
+        if self._options.quantization is not None:
+            _check_quantization(self._options.quantization, model)
         # Without the model: the service may outlive it.
         connect = partial(
             _connect,
@@ -206,6 +210,20 @@ class VLLMEngine(Engine):
         """Write this rank's shards where the first rank says."""
         weights = adapters_of(self._model) if said["kind"] == "adapters" else weights_of(self._model)
         self._hand_over.give(weights, said["handle"])
+
+
+def _check_quantization(name: str, model: Any) -> None:
+    """Raise GenerationError for weights that vLLM cannot round so, or would leave as they are."""
+    dtype = next(model.parameters()).dtype
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise GenerationError(
+            f"quantization={name!r} rounds weights of 16 bits, and generation has {dtype_name(dtype)}; set "
+            f"precision='bf16-mixed' or 'bf16-true' in the Trainer, or leave quantization out"
+        )
+    if name == "int8" and not has_experts(model):
+        raise GenerationError(
+            f"quantization='int8' rounds weights of experts, and {type(model).__name__} has none; use 'fp8'"
+        )
 
 
 def _connect(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal
 
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.core.params import check_counts, check_kind
@@ -25,6 +25,7 @@ _OWN_ARGUMENTS = {
     "kv_cache_memory_bytes",
     "gpu_memory_utilization",
     "enable_sleep_mode",
+    "quantization",
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "distributed_executor_backend",
@@ -35,6 +36,8 @@ _OWN_ARGUMENTS = {
     "speculative_config",
 }
 """Arguments of `vllm.LLM` that follow from the run, or would break it."""
+QUANTIZATIONS = {"fp8": "fp8_per_channel", "int8": "int8_per_channel_weight_only"}
+"""Quantization -> vLLM's name of the scheme that it makes from weights in 16 bits."""
 
 
 @suggest_settings({"gpu_memory_utilization": "memory_share=", "max_model_len": "max_length="})
@@ -60,6 +63,9 @@ class VLLMOptions:
     merge_adapters: bool = False
     """Whether vLLM gets whole weights with merged adapters at every update, in place of the base once and adapters
     alone: for adapters that vLLM does not have, and for a server."""
+    quantization: Literal["fp8", "int8"] | None = None
+    """How vLLM rounds its copy of 16-bit weights: ``"fp8"`` linear layers and their inputs, ``"int8"`` weights of
+    experts; None: not at all."""
     sleep: bool = False
     """Whether vLLM frees its device's memory between generating calls; needs a GPU."""
     memory_share: float = VLLM_MEMORY_SHARE
@@ -73,6 +79,10 @@ class VLLMOptions:
         for name in ("python", "address", "weights_folder"):
             check_kind(name, getattr(self, name), str, "text", optional=True)
         check_kind("restarts", self.restarts, Integral, "a whole number", optional=True)
+        if self.quantization not in (None, *QUANTIZATIONS):
+            raise GenerationError(
+                f"quantization={self.quantization!r} must be None or one of {', '.join(QUANTIZATIONS)}"
+            )
         for name in ("sleep", "merge_adapters"):
             check_kind(name, getattr(self, name), bool, "True or False")
         check_counts(Real, timeout_s=self.timeout_s)
@@ -101,7 +111,7 @@ class VLLMOptions:
         assert self.address is not None
         if not self.address.startswith(("http://", "https://")):
             raise GenerationError(f"address={self.address!r} must begin with http:// or https://")
-        for name in ("python", "arguments", "max_length"):
+        for name in ("python", "arguments", "max_length", "quantization"):
             if getattr(self, name):
                 raise GenerationError(
                     f"{name}={getattr(self, name)!r} is for a process that the run starts, and address={self.address!r}"

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -100,6 +101,44 @@ def test_prompts_that_are_read_in_several_steps_get_the_same_responses(model: Pr
             engine.service.close()
 
     assert responses(max_num_batched_tokens=16) == responses()
+
+
+@contextmanager
+def in_fp8(model: PreTrainedModel) -> Iterator[None]:
+    """Round linear layers' weights by output channel, and their inputs by token, to fp8; the head stays."""
+
+    def rounded(values: Tensor) -> Tensor:
+        scale = values.float().abs().amax(-1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+        return (values.float() / scale).to(torch.float8_e4m3fn).float() * scale
+
+    layers = [one for name, one in model.named_modules() if isinstance(one, torch.nn.Linear) and name != "lm_head"]
+    with pytest.MonkeyPatch.context() as patch:
+        for layer in layers:
+            forward = partial(lambda layer, x: (rounded(x) @ rounded(layer.weight).T).to(x.dtype), layer)
+            patch.setattr(layer, "forward", forward)
+        yield
+
+
+def test_fp8_rounds_current_weights_by_channel_and_their_inputs_by_token() -> None:
+    model = tiny_model("llama", vocab_size=259, hidden_size=128).to(torch.bfloat16)
+    options = VLLMOptions(python=vllm_python(), quantization="fp8")
+    engine = VLLMEngine(model, max_slots=8, max_cache_bytes=1 << 26, options=options)
+    params = SamplingParams(max_new_tokens=24)
+    try:
+        for seed in range(2):
+            change_weights(model, engine, seed=seed)
+            made = engine.generate(draw_prompts(6), params)
+            found = torch.cat([torch.tensor(completion.logprobs) for completion in made])
+            plain = torch.cat([recomputed(model, completion, params) for completion in made])
+            with in_fp8(model):
+                expected = torch.cat([recomputed(model, completion, params) for completion in made])
+            errors = torch.stack([found - plain.float(), expected.float() - plain.float()])
+            assert errors.abs().mean() < 0.1
+            assert torch.corrcoef(errors)[0, 1] > 0.7, (
+                "vLLM is wrong as rounded weights are; the rest is rounding of bf16"
+            )
+    finally:
+        engine.service.close()
 
 
 def test_greedy_tokens_and_ends_are_those_of_the_native_engine(model: PreTrainedModel, engine: VLLMEngine) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_realloc.errors import ConfigError, GenerationError
 from lightning_realloc.generation import Completion, Conversation, SamplingParams, Turn, VLLMEngine, VLLMOptions
@@ -327,6 +328,8 @@ def test_logits_that_are_not_finite_are_an_error(tmp_path: Path) -> None:
         ({"address": "localhost:8000"}, "address='localhost:8000' must begin with http"),
         ({"address": "http://x", "restarts": 1}, "restarts=1 start a process again"),
         ({"address": "http://x", "python": "python"}, "python='python' is for a process that the run starts"),
+        ({"quantization": "fp4"}, "quantization='fp4' must be None or one of fp8, int8"),
+        ({"address": "http://x", "quantization": "fp8"}, "quantization='fp8' is for a process that the run starts"),
         ({"arguments": {"dtype": "half"}}, "holds dtype, which follow from the model, the plan and other options"),
     ],
 )
@@ -338,6 +341,26 @@ def test_invalid_options_are_refused(settings: dict[str, Any], message: str) -> 
 def test_sleep_needs_a_gpu() -> None:
     with pytest.raises(GenerationError, match="sleep=True frees memory of a GPU, and the model is on the CPU"):
         VLLMEngine(tiny_model("llama"), options=VLLMOptions(sleep=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "message"),
+    [
+        ("fp8", torch.float32, "rounds weights of 16 bits, and generation has float32; set precision='bf16"),
+        ("int8", torch.bfloat16, "rounds weights of experts, and LlamaForCausalLM has none; use 'fp8'"),
+    ],
+)
+def test_weights_that_vllm_would_not_round_are_refused(name: Any, dtype: torch.dtype, message: str) -> None:
+    with pytest.raises(GenerationError, match=message):
+        VLLMEngine(tiny_model("llama").to(dtype), options=VLLMOptions(quantization=name))
+
+
+def test_the_quantization_reaches_vllm_by_its_own_name(tmp_path: Path) -> None:
+    for name, family in (("fp8", "llama"), ("int8", "qwen3_moe")):
+        options = VLLMOptions(python=stand_in(tmp_path), quantization=name)  # type: ignore[arg-type]
+        VLLMEngine(tiny_model(family).to(torch.bfloat16), options=options).generate([[5]], GREEDY)
+    names = [json.loads(line)["llm"]["quantization"] for line in notes(tmp_path, "settings")]
+    assert names == ["fp8_per_channel", "int8_per_channel_weight_only"]
 
 
 def test_variables_of_torchrun_do_not_reach_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
