@@ -22,9 +22,11 @@ EntropyName = Literal["adaptive", "clip-cov", "kl-cov", "top-share"]
 """Names of rules with their default constants."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class EntropyRule:
-    """Base of the rules: ``entropy=`` takes a value of a subclass, or a name."""
+    """Base of the rules: ``entropy=`` takes a value of a subclass, or a name.
+
+    Not a dataclass itself: YAML could then name no subclass by ``class_path``.
+    """
 
     reads_entropies: ClassVar[bool] = False
     """Whether tokens are marked by the entropies of their distributions, which a call ``actor.infer`` computes."""

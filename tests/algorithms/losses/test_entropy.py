@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 from torch import Tensor
 
 from lightning_realloc.algorithms.losses.entropy import (
@@ -15,6 +16,7 @@ from lightning_realloc.algorithms.losses.entropy import (
     AdaptiveEntropy,
     ClipCov,
     EntropyName,
+    EntropyRule,
     EntropyWeight,
     KLCov,
     MarkingRule,
@@ -117,3 +119,12 @@ def test_invalid_rules_are_refused() -> None:
 def resolve(given: Any, entropy_coef: float = 0.0) -> Any:
     """Return the rule of a setting."""
     return resolve_entropy(given, entropy_coef)
+
+
+@pytest.mark.parametrize("rule", [*ENTROPY_RULES.values()], ids=lambda rule: rule.__name__)
+def test_yaml_names_every_rule_by_its_class(rule: type[EntropyRule]) -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--entropy", type=EntropyRule | EntropyName | None)
+    path = f"{rule.__module__}.{rule.__name__}"
+    chosen = parser.parse_object({"entropy": {"class_path": path}})
+    assert parser.instantiate_classes(chosen).entropy == rule()
