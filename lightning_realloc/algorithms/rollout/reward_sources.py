@@ -302,6 +302,8 @@ class StopProperly:
 
     def __post_init__(self) -> None:
         check_share(scale=self.scale)
+        if self.reward is not None and self.scale:
+            raise ConfigError(f"scale={self.scale} has no effect next to reward={self.reward}; leave one of them out")
         if self.reward is not None and finite_number(self.reward) is None:
             raise ConfigError(f"reward={self.reward!r} must be a finite number, or None for scale= times their own")
 

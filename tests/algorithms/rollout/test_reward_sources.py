@@ -219,6 +219,8 @@ def test_truncated_responses_cost_a_penalty_while_training(training: bool, monke
         runs.grpo(missing_eos_penalty=0.0)
     with pytest.raises(ConfigError, match=r"scale=2.0 must lie between 0 and 1"):
         StopProperly(scale=2.0)
+    with pytest.raises(ConfigError, match=r"scale=0.5 has no effect next to reward=-1.0"):
+        StopProperly(scale=0.5, reward=-1.0)
 
 
 def test_the_actors_own_penalties_are_warned_of_unless_sampling_has_them() -> None:
