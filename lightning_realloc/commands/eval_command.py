@@ -27,6 +27,7 @@ from lightning_realloc.data.tokenizers import load_tokenizer
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams
 from lightning_realloc.generation.core.capabilities import EngineName
+from lightning_realloc.output_files import write_problem
 from lightning_realloc.remote_path import expand_home
 from lightning_realloc.scores.bootstrap import intervals
 from lightning_realloc.scores.question_scores import QuestionScores
@@ -83,6 +84,8 @@ def run_eval(arguments: Sequence[str], write: Callable[[str], object]) -> int:
     flags = eval_parser().parse(arguments)
     evaluation = Evaluation(_sets(flags))
     output = expand_home(Path(flags.output))
+    if problem := write_problem(output):
+        raise ConfigError(f"--output: {problem}")
     source, adapters, tokenizer = model_sources(_model_folder(flags.model, output))
     module = _EvaluatedModel(source, peft_config=adapters, tokenizer=load_tokenizer(tokenizer), engine=flags.engine)
     trainer = L.Trainer(

@@ -78,4 +78,5 @@ def test_wrong_command_lines_are_named(tmp_path: Path) -> None:
     refused("--set: there is no 'sumz.jsonl'", "--set", "sumz.jsonl", *REWARD)
     refused("two sets are named 'sums'; .* --set NAME=DATA", "--set", str(rows), "--set", f"sums={rows}", *REWARD)
     refused("n=0 responses per prompt must be at least 1", "--set", str(rows), *REWARD, "--n", "0", error=ReallocError)
+    refused("--output: .* cannot be written", "--set", str(rows), *REWARD, "--output", str(rows))
     refused("there is no flag --metric", "--set", str(rows), "--metric", "x")
