@@ -71,9 +71,9 @@ class EngineCall:
         return self.requests.params
 
     def longest_first(self) -> list[Sample]:
-        """Return the samples, those with the largest length hints first."""
-        hints = [prompt.length_hint for prompt in self.requests.queue(self.samples)]
-        return sorted(self.samples, key=lambda sample: -hints[sample.prompt_number])
+        """Return the samples, those with the largest length hints first, and resumed ones first among equal hints."""
+        queue = sorted(self.requests.queue(self.samples), key=lambda prompt: -prompt.length_hint)
+        return [self.samples[place] for prompt in queue for place in prompt.samples]
 
 
 class Engine(ABC):

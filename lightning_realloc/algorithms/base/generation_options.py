@@ -97,6 +97,11 @@ class GenerationOptions:
                 f"rollout_budget cannot be used with sample_reallocation={self.sample_reallocation!r}: ranks stop on "
                 f"their own, and keep their samples until then; leave one of the two out"
             )
+        if self.rollout_budget is not None and self.vllm is not None and self.vllm.address is not None:
+            raise ConfigError(
+                f"rollout_budget cuts responses, and the server {self.vllm.address} returns whole ones; leave address "
+                f"out for a process of the run's own, or leave rollout_budget out"
+            )
 
 
 _NEEDS: Mapping[str, Capability] = {

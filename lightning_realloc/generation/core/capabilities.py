@@ -39,7 +39,7 @@ _MEANINGS: Mapping[Capability, str] = {
 CAPABILITIES: Mapping[str, frozenset[Capability]] = {
     "native": frozenset(_MEANINGS) - {"vllm"},
     "hf": frozenset({"environment", "extra_inputs", "partners", "same_logprobs", "tensor_parallel"}),
-    "vllm": frozenset({"cache_bound", "environment", "tensor_parallel", "vllm"}),
+    "vllm": frozenset({"budget", "cache_bound", "environment", "tensor_parallel", "vllm"}),
 }
 """Engine -> its capabilities."""
 

@@ -17,6 +17,7 @@ from lightning_realloc.batch.model_input import ModelInput
 from lightning_realloc.generation.core.sample import Sample
 from lightning_realloc.generation.loop.environment import Agree, Conversations, check_environment
 from lightning_realloc.generation.loop.requests import Requests
+from lightning_realloc.generation.loop.run import Budget
 from lightning_realloc.generation.loop.streaming import CallNotifier
 from lightning_realloc.runtime.messages.environment_waits import WaitMeter
 
@@ -43,6 +44,8 @@ class Rounds:
         agree: As of `Conversations`; of a tensor-parallel group, all ranks begin the same rounds.
         asks: Whether this rank asks the environment.
         place: As of `Conversations`.
+        budget: Ends the call; samples are then "unfinished". ``complete_turns`` ends by it, too, and spends it. None:
+            all samples are finished.
 
     Raises:
         GenerationError: for an environment or a conversation that cannot be used.
@@ -59,10 +62,13 @@ class Rounds:
         agree: Agree | None = None,
         asks: bool = True,
         place: Callable[[ModelInput], ModelInput] | None = None,
+        budget: Budget | None = None,
     ) -> None:
         check_environment(requests.environment, requests.conversation)
         self._samples, self._notifier = samples, notifier
         self._clock = clock if agree is None else lambda: agree([clock()])[0]
+        self._may_be_unfinished = budget is not None
+        self._budget = budget or Budget(None, None, clock, lambda: True)
         self._conversations: Conversations | None = None
         if requests.environment is not None:
             self._conversations = Conversations(
@@ -78,16 +84,31 @@ class Rounds:
         self._index_of = {sample.sample_id: index for index, sample in enumerate(samples)}
 
     def run(self, complete_turns: TurnCompletion) -> None:
-        """Generate rounds until every sample is finished."""
+        """Generate rounds until every sample is finished, or the budget is spent. Some may have a finish reason."""
+        ready = [sample for sample in self._samples if sample.finish_reason is None]
+        ended = [sample for sample in self._samples if sample.finish_reason is not None]
         if self._conversations is None:
-            complete_turns(self._samples, self._notifier.report)
-            return
-        with closing(self._conversations) as conversations:
-            ready = self._samples
-            while ready:
+            self._notifier.report(ended)
+            complete_turns(ready, self._notifier.report)
+        else:
+            with closing(self._conversations) as conversations:
+                self._end_turns(ended)
+                self._run_rounds(conversations, ready, complete_turns)
+        if self._may_be_unfinished:
+            for sample in self._samples:
+                sample.finish_reason = sample.finish_reason or "unfinished"
+
+    def _run_rounds(self, conversations: Conversations, ready: list[Sample], complete_turns: TurnCompletion) -> None:
+        round_s = 0.0
+        while ready or conversations.waiting:
+            if ready:
                 begin = self._clock()
                 complete_turns(ready, self._end_turns)
-                ready = self._next_round(conversations, most_s=self._clock() - begin)
+                round_s = self._clock() - begin
+            ready = self._next_round(conversations, most_s=round_s)
+            if self._budget.is_spent():
+                self._take_answers(conversations)
+                return
 
     def _end_turns(self, ended: Sequence[Sample]) -> None:
         """Ask the environment about turns that ended by the stop rule; the other samples are finished."""
@@ -105,8 +126,8 @@ class Rounds:
             ready |= self._take_answers(conversations)
             if ready:
                 end = min(end, self._clock() + most_s)
-            left_s = end - self._clock()
-            if not conversations.waiting or left_s <= 0:
+            left_s = min(end - self._clock(), self._budget.seconds_left())
+            if not conversations.waiting or left_s <= 0 or self._budget.is_spent():
                 conversations.mark_idle(False)
                 return [self._samples[index] for index in sorted(ready)]
             conversations.mark_idle(True)

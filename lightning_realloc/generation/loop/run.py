@@ -89,7 +89,7 @@ class Budget:
             raise GenerationError(f"seconds_budget={seconds} must be positive; leave it out to finish every response")
         self._tokens = math.inf if tokens is None else tokens
         self._clock = clock
-        self._may_stop = may_stop
+        self.may_stop = may_stop
         self._end = None if seconds is None else clock() + seconds
         self._num_spent = 0
 
@@ -97,13 +97,17 @@ class Budget:
         """Count tokens of the model."""
         self._num_spent += num_tokens
 
+    def left(self) -> tuple[float, float]:
+        """Return the tokens and seconds that are left, whether the call may stop or not; infinity without a bound."""
+        return self._tokens - self._num_spent, math.inf if self._end is None else self._end - self._clock()
+
     def seconds_left(self) -> float:
-        """Return the remaining seconds; infinity without a bound."""
-        return math.inf if self._end is None or not self._may_stop() else self._end - self._clock()
+        """Return the remaining seconds; infinity without a bound, and while the call may not stop."""
+        return math.inf if self._end is None or not self.may_stop() else self._end - self._clock()
 
     def is_spent(self) -> bool:
         """Return whether the tokens or the seconds so far use the budget up."""
-        return (self._num_spent >= self._tokens and self._may_stop()) or self.seconds_left() <= 0
+        return (self._num_spent >= self._tokens and self.may_stop()) or self.seconds_left() <= 0
 
 
 class TurnQuestions(Protocol):

@@ -20,10 +20,10 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -125,9 +125,6 @@ class ServedEngine:
         images: Arguments of `child_images.ImagePrompts` besides vLLM; None: all prompts are text.
     """
 
-    longest_silence_s = 1.0
-    """Seconds of work after which a sign of life is sent."""
-
     def __init__(
         self, connection: socket.socket, llm: Mapping[str, Any], images: Mapping[str, Any] | None = None
     ) -> None:
@@ -138,12 +135,12 @@ class ServedEngine:
         self._vllm, self._connection = vllm, connection
         self._llm = vllm.LLM(**llm)
         threading.Thread(target=_end_with_workers, daemon=True).start()
-        sampling = _part("child_sampling")
+        sampling = _module("child_sampling")
         self._llm.collective_rpc(sampling.report_tempered_logprobs)
         self._llm.collective_rpc(sampling.keep_random_numbers)
         self._llm.init_weight_transfer_engine({"init_info": {}})
         self._most_running = int(llm["max_num_seqs"])
-        self._images = None if images is None else _part("child_images").ImagePrompts(self._llm, **images)
+        self._images = None if images is None else _module("child_images").ImagePrompts(self._llm, **images)
         self._version = ""
         self._adapter: Any = None
         """LoRARequest of the adapters that responses use; None: the base alone."""
@@ -200,26 +197,23 @@ class ServedEngine:
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept keys and values of the old weights")
 
-    def generate(self, requests: list[dict[str, Any]], sampling: dict[str, Any]) -> dict[str, int]:
+    def generate(
+        self, requests: list[dict[str, Any]], sampling: dict[str, Any], budget: dict[str, Any] | None = None
+    ) -> dict[str, int]:
         """Send every response as soon as it has finished, and return the number of forward passes.
 
-        vLLM gets as many requests as it runs at a time: it would hold the pixels of those that wait.
+        ``budget``: tokens and seconds after which the rank is asked whether open requests may stay unfinished.
         """
-        engine, num_steps = self._llm.llm_engine, 0
-        waiting, said = deque(requests), time.monotonic()
-        while waiting or engine.has_unfinished_requests():
-            finished = []
-            if waiting and engine.get_num_unfinished_requests() < self._most_running:
-                self._add(waiting.popleft(), sampling)
-            else:
-                num_steps += 1
-                finished = [output for output in engine.step() if output.finished]
-            for output in finished:
-                send(self._connection, {"response": self._response(output)})
-            if finished or time.monotonic() - said > self.longest_silence_s:
-                said = time.monotonic()
-                send(self._connection, {"alive": num_steps})
-        return {"num_steps": num_steps}
+        loop = _module("child_requests").RequestLoop(
+            self._llm.llm_engine,
+            most_running=self._most_running,
+            add=partial(self._add, sampling=sampling),
+            response_of=self._response,
+            say=partial(send, self._connection),
+            receive=partial(receive, self._connection),
+        )
+        num_steps: dict[str, int] = loop.run(requests, budget)
+        return num_steps
 
     def _add(self, request: Mapping[str, Any], sampling: Mapping[str, Any]) -> None:
         params = self._vllm.SamplingParams(
@@ -259,8 +253,8 @@ class ServedEngine:
         self._llm.wake_up()
 
 
-def _part(name: str) -> Any:
-    """Return a module of this folder, which is not a package here."""
+def _module(name: str) -> Any:
+    """Return a module of this folder, which is no package in vLLM's interpreter."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -60,6 +61,17 @@ class TokenRequest:
         return {**asdict(replace(self, images=None)), "images": list(map(str, paths))}
 
 
+def request_messages(requests: Sequence[TokenRequest], folder: Path) -> list[dict[str, Any]]:
+    """Return requests for JSON, with images that are in no files in ``folder``."""
+    try:
+        return [request.message(folder) for request in requests]
+    except OSError as error:
+        raise GenerationError(
+            f"the images of prompts cannot be handed to vLLM through {folder.parent}: {error}; free space there, or "
+            f"set TMPDIR to a folder with more"
+        ) from error
+
+
 @dataclass(frozen=True, slots=True)
 class TokenResponse:
     """A response as vLLM returns it."""
@@ -71,7 +83,7 @@ class TokenResponse:
     logprobs: tuple[float, ...]
     """One per token."""
     reason: str
-    """vLLM's reason of the end: "stop" or "length"; others are failures."""
+    """vLLM's reason of the end, "stop" or "length", or "unfinished" where a budget cut it; others are failures."""
     versions: tuple[str, ...]
     """Labels of all weights that generated its tokens."""
 
@@ -84,9 +96,32 @@ class TokenResponse:
         if len(self.token_ids) != len(self.logprobs):
             raise ValueError(f"{len(self.token_ids)} tokens and {len(self.logprobs)} logprobs")
 
+    @classmethod
+    def from_message(cls, made: Any) -> TokenResponse:
+        """Return the response that vLLM's process sent as JSON."""
+        return cls(
+            made["index"], tuple(made["token_ids"]), tuple(made["logprobs"]), made["reason"], tuple(made["versions"])
+        )
+
 
 OnResponse = Callable[[TokenResponse], None]
 """Receives each response once, as soon as it has finished."""
+
+
+class CallBudget(Protocol):
+    """Budget of a call; `Budget` documents the members. Responses are counted as soon as they are received."""
+
+    def left(self) -> tuple[float, float]: ...
+
+    def may_stop(self) -> bool: ...
+
+    def is_spent(self) -> bool: ...
+
+
+def bounds_message(budget: CallBudget) -> dict[str, float | None]:
+    """Return the tokens and seconds that are left, for JSON; None: no bound."""
+    tokens, seconds = (None if left == math.inf else left for left in budget.left())
+    return {"tokens": tokens, "seconds": seconds}
 
 
 class Connection(Protocol):
@@ -107,10 +142,17 @@ class Connection(Protocol):
         Returns the bytes that vLLM was given.
         """
 
-    def generate(self, requests: Sequence[TokenRequest], sampling: Mapping[str, Any], on_response: OnResponse) -> int:
+    def generate(
+        self,
+        requests: Sequence[TokenRequest],
+        sampling: Mapping[str, Any],
+        on_response: OnResponse,
+        budget: CallBudget | None = None,
+    ) -> int:
         """Complete all requests; return the number of forward passes, 0 if unknown.
 
-        ``sampling`` holds further fields of vLLM's ``SamplingParams``.
+        ``sampling`` holds further fields of vLLM's ``SamplingParams``. Once the ``budget`` is spent and may stop, the
+        responses of running requests are "unfinished", and requests that did not begin have none.
         """
 
     def sleep(self) -> None:

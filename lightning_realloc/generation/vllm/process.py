@@ -34,13 +34,16 @@ from lightning_realloc.generation.vllm.child import receive, send
 from lightning_realloc.generation.vllm.hand_over import CudaIPCHandOver, SharedMemoryHandOver, weights_of
 from lightning_realloc.generation.vllm.lone_adapters import adapter_names, adapter_settings, adapters_of, max_rank
 from lightning_realloc.generation.vllm.messages import (
+    CallBudget,
     EngineLost,
     OnResponse,
     StartFailed,
     TokenRequest,
     TokenResponse,
+    bounds_message,
     check_version,
     reading,
+    request_messages,
 )
 from lightning_realloc.generation.vllm.owned_folder import OwnedFolder
 from lightning_realloc.generation.vllm.tensor_ranks import TensorRanks, visible_device
@@ -210,18 +213,35 @@ class VLLMProcess:
                 self._call(method, **chunk)
         return hand_over.num_bytes(weights)
 
-    def generate(self, requests: Sequence[TokenRequest], sampling: Mapping[str, Any], on_response: OnResponse) -> int:
+    def generate(
+        self,
+        requests: Sequence[TokenRequest],
+        sampling: Mapping[str, Any],
+        on_response: OnResponse,
+        budget: CallBudget | None = None,
+    ) -> int:
         """Complete all requests; see `Connection`."""
+        open_requests, is_stopped = {request.index for request in requests}, False
         with TemporaryDirectory(dir=self._folder.path) as folder:
-            asked = _messages(requests, Path(folder))
-            self._send({"do": "generate", "requests": asked, "sampling": dict(sampling)})
+            asked = request_messages(requests, Path(folder))
+            bounds = {} if budget is None else {"budget": bounds_message(budget)}
+            self._send({"do": "generate", "requests": asked, "sampling": dict(sampling), **bounds})
             while "done" not in (message := self._receive()):
                 if "response" in message:
-                    on_response(_read_response(message["response"]))
+                    with reading("vLLM's process"):
+                        response = TokenResponse.from_message(message["response"])
+                    on_response(response)
+                    open_requests.discard(response.index)
+                elif "spent" in message:
+                    is_stopped = budget is not None and budget.may_stop()
+                    self._send({"stop": is_stopped})
                 elif self._ranks is not None:
                     self._ranks.keep_waiting()
         with reading("vLLM's process"):
-            return int(message["done"]["num_steps"])
+            num_steps = int(message["done"]["num_steps"])
+            if open_requests and not is_stopped:
+                raise ValueError(f"{len(open_requests)} of {len(requests)} requests without a response")
+        return num_steps
 
     def sleep(self) -> None:
         """Free the device's memory; see `Connection`."""
@@ -317,17 +337,6 @@ def _input_arguments(model: Any, tokenizer: Any, images: PromptImages | None) ->
     return arguments
 
 
-def _messages(requests: Sequence[TokenRequest], folder: Path) -> list[dict[str, Any]]:
-    """Return requests for JSON, with images that are in no files in ``folder``."""
-    try:
-        return [request.message(folder) for request in requests]
-    except OSError as error:
-        raise GenerationError(
-            f"the images of prompts cannot be handed to vLLM through {folder.parent}: {error}; free space there, or "
-            f"set TMPDIR to a folder with more"
-        ) from error
-
-
 def _last_error(lines: list[str]) -> str:
     """Return the last error that a log names; empty if it names none. vLLM also logs errors that it goes on after."""
     errors = [found[0] for line in lines if (found := _ERROR.search(line))]
@@ -384,13 +393,6 @@ def _processes_of(session: int, mark: str) -> Iterator[tuple[int, bool]]:
             state, _, _, found = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
             if state != "Z" and (int(found) == session or wanted in (folder / "environ").read_bytes()):
                 yield int(folder.name), b"multiprocessing.resource_tracker" in (folder / "cmdline").read_bytes()
-
-
-def _read_response(made: Any) -> TokenResponse:
-    with reading("vLLM's process"):
-        return TokenResponse(
-            made["index"], tuple(made["token_ids"]), tuple(made["logprobs"]), made["reason"], tuple(made["versions"])
-        )
 
 
 def _described(code: int) -> str:

@@ -13,6 +13,7 @@ from lightning_realloc.batch.prompt_images import PromptImages
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.base_engine import GivenWeights
 from lightning_realloc.generation.vllm.messages import (
+    CallBudget,
     Connection,
     EngineLost,
     OnResponse,
@@ -45,6 +46,8 @@ class VLLMService:
         """Whether vLLM has the model's current weights."""
         self.given = GivenWeights()
         """Weights that vLLM was given so far."""
+        self.preparing_s = 0.0
+        """Seconds of calls in which vLLM started and got weights."""
 
     def weights_changed(self) -> None:
         """Hand weights over before the next response."""
@@ -56,9 +59,17 @@ class VLLMService:
         return None if self._connection is None else self._connection.max_length
 
     def generate(
-        self, model: nn.Module, requests: Sequence[TokenRequest], sampling: Mapping[str, Any], on_response: OnResponse
+        self,
+        model: nn.Module,
+        requests: Sequence[TokenRequest],
+        sampling: Mapping[str, Any],
+        on_response: OnResponse,
+        budget: CallBudget | None = None,
     ) -> int:
         """Complete every request once on the model's current weights; return the number of forward passes.
+
+        With a ``budget``, requests may be left as `Connection` describes; those of a lost vLLM are not repeated once
+        it is spent.
 
         Raises:
             EngineLost: if vLLM was lost more often than it may be restarted.
@@ -76,13 +87,20 @@ class VLLMService:
 
         while True:
             try:
-                connection = self.prepare(model, needs_tokenizer=bool(sampling.get("stop")), images=images)
-                return connection.generate(list(waiting.values()), sampling, accept)
+                begin = time.monotonic()
+                try:
+                    connection = self.prepare(model, needs_tokenizer=bool(sampling.get("stop")), images=images)
+                finally:
+                    self.preparing_s += time.monotonic() - begin
+                return connection.generate(list(waiting.values()), sampling, accept, budget)
             except EngineLost as lost:
                 self.close()
                 if self._restarts_left < 1 or isinstance(lost, StartFailed):
                     raise
                 self._restarts_left -= 1
+                if budget is not None and budget.is_spent():
+                    _log.warning("%s; its last %d requests stay as they were before the iteration", lost, len(waiting))
+                    return 0
                 _log.warning("%s; it is started again, and %d requests are repeated", lost, len(waiting))
             except BaseException:  # requests may still be open, whose responses nobody expects
                 self.close()
@@ -134,7 +152,7 @@ class VLLMService:
                 f"vLLM answered with the weights {given} in place of {self._label}, which it was given last; let no "
                 f"other run use the same server"
             )
-        if response.reason not in ("stop", "length"):
+        if response.reason not in ("stop", "length", "unfinished"):
             raise GenerationError(
                 f"vLLM ended a response with the reason {response.reason!r}; its log tells why, and "
                 f"VLLMOptions(arguments={{...}}) sets what it asks for"

@@ -14,10 +14,15 @@ from typing import Any
 import torch
 
 from lightning_realloc.errors import GenerationError
+from lightning_realloc.generation.loop.run import Budget
+from lightning_realloc.generation.vllm.messages import OnResponse, TokenResponse
 from lightning_realloc.layout import ModelLayout
 from lightning_realloc.layout.sharding import Piece
 from lightning_realloc.runtime.model.adapter_layers import FILE_PREFIX
 from lightning_realloc.runtime.transfer.shared_memory import host_identity
+
+Do = Callable[[Mapping[str, Any]], object]
+"""Does what a message of the first rank says."""
 
 
 def file_name(name: str) -> str:
@@ -77,11 +82,17 @@ class TensorRanks:
         if time.monotonic() - self._said > least_s:
             self.exchange({"do": "wait"})
 
-    def follow(self, give: Callable[[Mapping[str, Any]], None]) -> Any:
-        """Do as the first rank says until it has a result, and return that. ``give`` hands over weights."""
+    def follow(self, give: Do, decide: Do | None = None) -> Any:
+        """Do as the first rank says until it has a result, and return that.
+
+        ``give`` hands over weights. ``decide`` takes responses, and makes the decision of a `GroupBudget`.
+        """
         while "result" not in (said := self.exchange(None)[0]):
             if said["do"] == "give":
                 give(said)
+            elif said["do"] == "decide":
+                assert decide is not None, "a call without budget has no decisions"
+                decide(said)
         return said["result"]
 
     def finish(self, result: Any) -> None:
@@ -101,6 +112,54 @@ class TensorRanks:
         earlier = self._ranks[: self._ranks.index(self._rank)]
         held = {piece.region for rank in earlier for piece in self._layout.pieces(known, rank)}
         return [piece for piece in self._layout.pieces(known, self._rank) if piece.region not in held]
+
+
+class GroupBudget:
+    """A budget by which all ranks of a group decide together, on the first rank; the others take `decided`.
+
+    Before each decision, all ranks take the responses that the first one has: what it waits for depends on them.
+
+    Args:
+        ranks: The group; None on ranks that follow.
+        accept: Takes a response, and counts it in ``budget``.
+        budget: Budget whose decisions are collective.
+    """
+
+    def __init__(self, ranks: TensorRanks | None, accept: OnResponse, budget: Budget) -> None:
+        self._ranks, self._accept, self._budget = ranks, accept, budget
+        self.responses: list[TokenResponse] = []
+        """Responses that the first rank has received and no rank has taken."""
+        self.has_failed = False
+        """Whether a response could not be taken: no rank follows any more."""
+
+    def left(self) -> tuple[float, float]:
+        """Return the tokens and seconds that are left."""
+        tokens, seconds = self._together("left")
+        return tokens, seconds
+
+    def may_stop(self) -> bool:
+        """Return whether open requests may be left unfinished."""
+        return bool(self._together("may_stop"))
+
+    def is_spent(self) -> bool:
+        """Return whether the budget is used up."""
+        return bool(self._together("is_spent"))
+
+    def _together(self, method: str) -> Any:
+        assert self._ranks is not None, "the first rank decides when"
+        said = {"do": "decide", "method": method, "responses": self.responses}
+        self.responses = []
+        self._ranks.exchange(said)
+        return self.decided(said)
+
+    def decided(self, said: Mapping[str, Any]) -> Any:
+        """Take responses, and return the decision that a message of the first rank names."""
+        self.has_failed = True
+        for response in said["responses"]:
+            self._accept(response)
+        result = getattr(self._budget, said["method"])()
+        self.has_failed = False
+        return result
 
 
 def visible_device(device: torch.device) -> str:

@@ -1,13 +1,14 @@
 """Completions by vLLM, with the interface of `GenerationEngine`.
 
 vLLM draws by its own random numbers: responses differ from the native engine's, and follow the same distribution.
-Each turn of a conversation is a request of its own. Arguments that need the native engine's caches or steps are
-refused: drafts, samples that move, budgets.
+Each turn of a conversation is a request of its own, and so is the rest of a response that a budget cut. Arguments that
+need the native engine's caches or steps are refused: drafts, samples that move.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -26,13 +27,13 @@ from lightning_realloc.generation.core.params import SamplingParams, check_count
 from lightning_realloc.generation.core.sample import Sample, StopRule, Tokenizer
 from lightning_realloc.generation.loop.environment import Agree
 from lightning_realloc.generation.loop.rounds import Rounds
-from lightning_realloc.generation.loop.run import GenerationStats, not_finite
+from lightning_realloc.generation.loop.run import Budget, GenerationStats, not_finite
 from lightning_realloc.generation.vllm.hand_over import SharedMemoryHandOver, weights_of
 from lightning_realloc.generation.vllm.lone_adapters import adapter_names, adapter_settings, adapters_of
 from lightning_realloc.generation.vllm.messages import Connection, OnResponse, TokenRequest, TokenResponse
 from lightning_realloc.generation.vllm.process import VLLMProcess
 from lightning_realloc.generation.vllm.service import VLLMService
-from lightning_realloc.generation.vllm.tensor_ranks import TensorRanks
+from lightning_realloc.generation.vllm.tensor_ranks import GroupBudget, TensorRanks
 from lightning_realloc.generation.vllm.vllm_options import VLLMOptions
 from lightning_realloc.generation.vllm.vllm_server import VLLMServer
 from lightning_realloc.runtime.dtypes import dtype_name
@@ -161,34 +162,71 @@ class VLLMEngine(Engine):
     def _complete(self, call: EngineCall) -> GenerationStats:
         counts, sampling = Counter[str](), _sampling(call.params, call.stop)
         self._given_before = self.service.given
+        budget = self._budget(call)
+        for sample in call.samples:  # resumed ones may be at the end of a turn
+            call.stop.already_ends(sample)
 
         def complete_turns(samples: Sequence[Sample], on_ended: Callable[[Sequence[Sample]], None]) -> None:
+            asked = [_request(index, sample, call) for index, sample in enumerate(samples)]
+
             def accept(response: TokenResponse) -> None:
                 sample = samples[response.index]
                 counts["generated_tokens"] += _fill(sample, response, call.stop)
-                on_ended([sample])
+                counts["prefill_tokens"] += len(asked[response.index].prompt)
+                if budget is not None:
+                    budget.spend(len(response.token_ids))
+                if sample.finish_reason is not None:
+                    on_ended([sample])
 
-            asked = [_request(index, sample, call) for index, sample in enumerate(samples)]
-            counts["prefill_tokens"] += sum(len(request.prompt) for request in asked)
-            counts["num_steps"] += self._ask(asked, sampling, accept) if asked else 0
+            counts["num_steps"] += self._ask(asked, sampling, accept, budget) if asked else 0
 
         asks = self._ranks is None or self._ranks.is_first
         given = call.longest_first(), call.requests, call.notifier
-        Rounds(*given, waits=self.waits, agree=self._agree, asks=asks).run(complete_turns)
+        Rounds(*given, waits=self.waits, agree=self._agree, asks=asks, budget=budget).run(complete_turns)
         return GenerationStats(row_steps=counts["generated_tokens"], **counts)
 
-    def _ask(self, requests: Sequence[TokenRequest], sampling: Mapping[str, Any], accept: OnResponse) -> int:
-        """Complete all requests, and return the number of forward passes.
+    def _budget(self, call: EngineCall) -> Budget | None:
+        """Return the budget of a call; None without one. While vLLM starts and gets weights, its seconds stand still.
 
-        Tensor-parallel ranks get all responses at the end from the first one: they must end the same turns together.
+        Raises:
+            GenerationError: for a running server.
+        """
+        asked, agree = call.requests, self._agree
+        if asked.token_budget is None and asked.seconds_budget is None:
+            return None
+        if self._options.address is not None:
+            raise GenerationError(
+                f"a budget cuts responses, and the server {self._options.address} returns whole ones; leave address "
+                f"out for a process of the run's own, or leave the budget out"
+            )
+
+        def clock() -> float:
+            now = time.monotonic() - self.service.preparing_s
+            return now if agree is None else agree([now])[0]
+
+        return Budget(asked.token_budget, asked.seconds_budget, clock, asked.may_stop or (lambda: True))
+
+    def _ask(
+        self,
+        requests: Sequence[TokenRequest],
+        sampling: Mapping[str, Any],
+        accept: OnResponse,
+        budget: Budget | None,
+    ) -> int:
+        """Complete all requests, or leave them by the budget, and return the number of forward passes.
+
+        Tensor-parallel ranks get responses together, at decisions about the budget and at the end, from the first
+        one: they must end the same turns together.
         """
         if self._ranks is None:
-            return self.service.generate(self._model, requests, sampling, accept)
+            return self.service.generate(self._model, requests, sampling, accept, budget)
         if self._ranks.is_first:
-            result = self._asked_for_all(requests, sampling)
+            shared = None if budget is None else GroupBudget(self._ranks, accept, budget)
+            result = self._asked_for_all(requests, sampling, shared)
             self._ranks.finish(result)
         else:
-            result = self._ranks.follow(self._give_shards)
+            decide = None if budget is None else GroupBudget(None, accept, budget).decided
+            result = self._ranks.follow(self._give_shards, decide)
         responses, num_steps, problem = result
         if problem is not None:
             raise problem
@@ -197,14 +235,20 @@ class VLLMEngine(Engine):
         return int(num_steps)
 
     def _asked_for_all(
-        self, requests: Sequence[TokenRequest], sampling: Mapping[str, Any]
+        self, requests: Sequence[TokenRequest], sampling: Mapping[str, Any], budget: GroupBudget | None
     ) -> tuple[list[TokenResponse], int, GenerationError | None]:
         responses: list[TokenResponse] = []
+
+        def keep(response: TokenResponse) -> None:
+            (responses if budget is None else budget.responses).append(response)
+
         try:
-            num_steps = self.service.generate(self._model, requests, sampling, responses.append)
+            num_steps = self.service.generate(self._model, requests, sampling, keep, budget)
         except GenerationError as error:
+            if budget is not None and budget.has_failed:  # on all ranks alike
+                raise
             return [], 0, error
-        return responses, num_steps, None
+        return responses if budget is None else budget.responses, num_steps, None
 
     def _give_shards(self, said: Mapping[str, Any]) -> None:
         """Write this rank's shards where the first rank says."""
@@ -261,8 +305,10 @@ def _request(index: int, sample: Sample, call: EngineCall) -> TokenRequest:
             f"sample {sample.sample_id} has the token {min(shown)} in an answer of its environment, which stands for a "
             f"part of an image, and engine='vllm' reads images of prompts alone; use engine='native'"
         )
-    # With the seed of an earlier turn, vLLM would draw by the same random numbers again.
+    # With the seed of an earlier turn or part of it, vLLM would draw by the same random numbers again.
     key = sample.key if sample.turn == 1 else stream_key(sample.key, sample.turn)
+    if not sample.turn_is_open:
+        key = stream_key(key, len(sample.token_ids) << 32)
     num_early = min(max(call.params.min_new_tokens - len(sample.token_ids), 0), sample.turn_room)
     images = sample.input.images
     return TokenRequest(index, tuple(sample.sequence), sample.turn_room, num_early, key % (1 << 63), images)
@@ -297,10 +343,15 @@ def _sampling(params: SamplingParams, stop: StopRule) -> dict[str, Any]:
 
 
 def _fill(sample: Sample, response: TokenResponse, stop: StopRule) -> int:
-    """Add a response to its sample, up to the token that ends it by the native engine's stop rule; return how many."""
+    """Add a response to its sample, up to the token that ends it by the native engine's stop rule; return how many.
+
+    A response that a budget cut has no finish reason, unless its tokens end it.
+    """
     count = stop.take(sample, response.token_ids, response.logprobs)
     if not math.isfinite(sum(response.logprobs[:count])):
         raise not_finite([sample.sample_id], 1)
-    if sample.finish_reason is None:  # a stop string that the tokenizer of vLLM decodes otherwise
+    if (
+        sample.finish_reason is None and response.reason != "unfinished"
+    ):  # a stop string that the tokenizer of vLLM decodes otherwise
         sample.finish_reason = "stop" if response.reason == "stop" else "length"
     return count

@@ -20,6 +20,7 @@ from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.vllm.bounded_http import fetch
 from lightning_realloc.generation.vllm.hand_over import write_weights
 from lightning_realloc.generation.vllm.messages import (
+    CallBudget,
     EngineLost,
     OnResponse,
     TokenRequest,
@@ -113,8 +114,15 @@ class VLLMServer:
         self._ask("update_weight_version", {"new_version": label})
         return num_bytes
 
-    def generate(self, requests: Sequence[TokenRequest], sampling: Mapping[str, Any], on_response: OnResponse) -> int:
-        """Complete all requests, ``max_slots`` at a time; see `Connection`."""
+    def generate(
+        self,
+        requests: Sequence[TokenRequest],
+        sampling: Mapping[str, Any],
+        on_response: OnResponse,
+        budget: CallBudget | None = None,
+    ) -> int:
+        """Complete all requests, ``max_slots`` at a time; see `Connection`. A budget is refused before."""
+        assert budget is None, "a server returns whole responses"
         self._check_logprobs(sampling, forbids=any(request.min_tokens for request in requests))
         with ThreadPoolExecutor(max_workers=min(self._max_slots, len(requests))) as threads:
             futures = [threads.submit(self._complete, request, sampling) for request in requests]

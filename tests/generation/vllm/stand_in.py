@@ -11,10 +11,14 @@ from pathlib import Path
 
 _PROGRAM = """#!{python}
 import hashlib, importlib.util, os, signal, socket, sys, time
-spec = importlib.util.spec_from_file_location("child", sys.argv[1])
-child = importlib.util.module_from_spec(spec)
-sys.modules["child"] = child
-spec.loader.exec_module(child)
+
+def load(name, path):
+    spec = importlib.util.spec_from_file_location(name, path)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+child = load("child", sys.argv[1])
 behaviour, folder = {behaviour!r}, {folder!r}
 
 def note(text):
@@ -29,6 +33,36 @@ def respond(request, sampling, label):
     reason = "stop" if tokens[-1] in sampling["stop_token_ids"] else "length"
     logprobs = [-1.0] * len(tokens)
     return dict(index=request["index"], token_ids=tokens, logprobs=logprobs, reason=reason, versions=[label])
+
+def complete_by_steps(message, label):
+    sampling = message["sampling"]
+    engine = load("counting_engine", {counting!r}).CountingEngine(sampling["stop_token_ids"])
+    num_cut = 0
+
+    def response_of(output):
+        (made,) = output.outputs
+        logprobs = [-1.0] * len(made.token_ids)
+        return dict(index=int(output.request_id), token_ids=made.token_ids, logprobs=logprobs,
+                    reason=made.finish_reason, versions=[label])
+
+    def say(told):
+        nonlocal num_cut
+        num_cut += told.get("response", {{}}).get("reason") == "unfinished"
+        if num_cut == 2 and behaviour == "dies while it cuts" and is_first:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if "spent" in told:
+            note(f"asked {{told['spent']}}")
+        child.send(connection, told)
+        if "spent" in told and behaviour == "dies when it has asked" and is_first:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    loop = child._module("child_requests").RequestLoop(
+        engine, most_running=settings["llm"]["max_num_seqs"], add=engine.add_request, response_of=response_of,
+        say=say, receive=lambda: child.receive(connection),
+    )
+    done = loop.run(message["requests"], message["budget"])
+    note(f"cut {{num_cut}}")
+    return done
 
 def framed(content):
     return len(content).to_bytes(4, "big") + content
@@ -64,6 +98,12 @@ while (message := child.receive(connection)) is not None:
     do = message["do"]
     if do == "generate":
         note("sampling " + child.json.dumps(message["sampling"]))
+        if "budget" in message:
+            note("budget " + child.json.dumps(message["budget"]))
+            for request in message["requests"]:
+                note("request " + child.json.dumps(request))
+            child.send(connection, dict(done=complete_by_steps(message, label)))
+            continue
         for number, request in enumerate(message["requests"]):
             note("request " + child.json.dumps(request))
             for path in request["images"]:
@@ -109,13 +149,15 @@ while (message := child.receive(connection)) is not None:
 def stand_in(folder: Path, behaviour: str = "") -> str:
     """Return the path of the program; it notes its starts, updates of weights and requests in ``folder/notes``."""
     path = folder / "python"
-    path.write_text(_PROGRAM.format(python=sys.executable, behaviour=behaviour, folder=str(folder)))
+    counting = str(Path(__file__).with_name("counting_engine.py"))
+    path.write_text(_PROGRAM.format(python=sys.executable, behaviour=behaviour, folder=str(folder), counting=counting))
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return str(path)
 
 
 def notes(folder: Path, kind: str) -> list[str]:
     """Return the rest of the notes that begin with a word: ``started`` (process ids), ``settings`` (JSON), ``weights``
-    and ``adapters`` (labels), ``sampling`` and ``request`` (JSON), or ``image`` (hashes of files)."""
+    and ``adapters`` (labels), ``sampling``, ``request`` and ``budget`` (JSON), ``asked`` (steps before a question about
+    the budget), ``cut`` (number of requests), or ``image`` (hashes of files)."""
     lines = (folder / "notes").read_text().splitlines()
     return [line.removeprefix(f"{kind} ") for line in lines if line.startswith(f"{kind} ")]

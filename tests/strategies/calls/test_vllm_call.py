@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_realloc import GRPO, ConfigError, Correction, GenerationOptions, RolloutBudget, Speculation
+from lightning_realloc import GRPO, ConfigError, Correction, GenerationOptions, Speculation
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation import SamplingParams, VLLMOptions
 from lightning_realloc.layout import Layout
@@ -213,10 +213,6 @@ def test_ratios_are_proximal_and_corrected_unless_given_otherwise() -> None:
         (
             {"generation": GenerationOptions(sample_reallocation=True)},
             "sample_reallocation=True needs an engine that hands samples over",
-        ),
-        (
-            {"generation": GenerationOptions(rollout_budget=RolloutBudget(tokens=9))},
-            "rollout_budget=.* needs an engine that stops at a budget",
         ),
     ],
 )
