@@ -270,18 +270,18 @@ class ExecutionPlan:
         """
         wanted = {call.name for call in dataflow.model_calls}
         given = {name for name, _ in self.calls}
-        if given - wanted:
-            extra = sorted(given - wanted)
+        if extra := sorted(given - wanted):
             near = dict.fromkeys(name for one in extra for name in get_close_matches(one, wanted - given, n=1))
             is_reference = all(name.startswith("reference.") for name in extra) and not near
             hint = "; there is no reference with kl_coef=0, or without --reference" if is_reference else ""
+            if extra == ["actor.generate"] and "actor" in dataflow.roles:  # of an algorithm that does not sample
+                hint = "; callbacks=[Evaluation(...)] of the Trainer adds actor.generate"
             raise PlanError(
                 f"the plan names {', '.join(extra)}, which this algorithm does not have"
                 f"{_did_you_mean(near)}; it has {', '.join(sorted(wanted))}{hint}"
             )
-        if wanted - given:
-            missing = ", ".join(sorted(wanted - given))
-            raise PlanError(f"the plan gives no layout for {missing}; add a line for each under 'calls'")
+        if missing := sorted(wanted - given):
+            raise PlanError(f"the plan gives no layout for {', '.join(missing)}; add a line for each under 'calls'")
         for call in _evaluation_last(dataflow):
             name, plan = call.name, self.call(call.name)
             option = plan.unsuited(call.kind)

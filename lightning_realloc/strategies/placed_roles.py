@@ -182,8 +182,11 @@ class PlacedRoles:
         warnings.filterwarnings("ignore", r".*isinstance.treespec, LeafSpec", FutureWarning)
         self._watch(local_folder(trainer.default_root_dir))
         with self._naming_failures():
-            if self._pool is None:
-                self._pool = self.builder().build(self._plan)
+            builder = self.builder()
+            known = () if self._pool is None else [call.name for call in self._pool.dataflow.calls]
+            if any(call.name not in known for call in builder.dataflow.calls):  # of a callback, in a further fit
+                self._pool, self._runner = builder.build(self._plan), None
+            assert self._pool is not None, "an algorithm has calls"
             if self._runner is None or not self._runner.can_go_on():
                 self._runner = self._make_runner(self._pool)
             self._offloader = self._make_offloader(self._pool)

@@ -319,7 +319,7 @@ class PoolBuilder:
         specs = self._specs(models, earlier)
         if earlier is not None:
             kept = source == "heuristic"  # a run that is given no plan goes on with the one that the models lie in
-            earlier.require_same(earlier.plan if kept else self.plan(source, specs), self.options)
+            self._reuse(earlier, earlier.plan.completed(self.dataflow) if kept else self.plan(source, specs))
             return earlier
         plan = self.plan(source, specs)
         meshes = MeshRegistry(self.facts.device.type)
@@ -332,6 +332,15 @@ class PoolBuilder:
                 pool.place(role, models[role], specs[role])
         setattr(self.module, _POOL_ATTRIBUTE, pool)
         return pool
+
+    def _reuse(self, pool: ModelPool, plan: ExecutionPlan) -> None:
+        """Refuse another plan than a pool's; add calls that the pool lacks, such as that of `Evaluation`."""
+        extended = pool.plan.with_rest_of(plan)
+        if plan.with_rest_of(pool.plan) == extended != pool.plan:
+            pool.meshes.create(extended.layouts)
+            pool.dataflow = self.dataflow
+            pool.apply_plan(extended, {})
+        pool.require_same(plan.with_rest_of(pool.plan), self.options)
 
     def _log_widened(self, models: Mapping[str, nn.Module]) -> None:
         """Log given models whose trained or averaged weights become float32: narrower ones lose small updates."""

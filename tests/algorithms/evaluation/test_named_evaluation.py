@@ -27,7 +27,7 @@ from lightning_realloc import (
 )
 from lightning_realloc.algorithms.distillation import OnPolicyDistillation
 from lightning_realloc.algorithms.dpo import DPO
-from lightning_realloc.errors import ConfigError, DataError, RewardError
+from lightning_realloc.errors import ConfigError, DataError, PlanError, RewardError
 from lightning_realloc.generation import SamplingParams
 from lightning_realloc.report.runs.run_folder import read_run_folder
 from lightning_realloc.report.runs.score_words import compared_scores
@@ -194,6 +194,43 @@ def test_ranks_and_plans_give_the_same_numbers_and_training_goes_on_as_without(
     assert found[0] == alone[0], "the same model on one rank"
 
 
+def evaluated_later(first: Any, second: Any) -> tuple[list[tuple[int, Any]], list[tuple[int, Any]]]:
+    """Return the evaluations of a fit, and those of a module after a fit that was the same without; None: validates."""
+    world_size, data = runs.world_size(), runs.Batches(2, responses=True)
+    module, received, expected = runs.sft(actor=actor()), Received(), Received()
+    trainer = runs.trainer(ReallocStrategy(first), world_size)
+    trainer.fit(module, data)
+    if second is None:
+        vars(trainer)["callbacks"] += [Evaluation(sets()), received]
+        trainer.validate(module, data, verbose=False)
+    else:
+        callbacks = [Evaluation(sets()), received]
+        runs.trainer(ReallocStrategy(second), world_size, callbacks=callbacks).fit(module, data)
+        runs.trainer(ReallocStrategy(first), world_size, callbacks=[received]).fit(module, data)
+    callbacks = [Evaluation(sets()), expected]
+    runs.trainer(ReallocStrategy(second or first), world_size, callbacks=callbacks).fit(runs.sft(actor=actor()), data)
+    return expected.metrics, received.metrics
+
+
+TRAINING, GENERATION = {"actor.train": "fsdp2"}, {"actor.generate": "tp2"}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "first", "second"),
+    [
+        (1, "heuristic", None),
+        pytest.param(1, "heuristic", "heuristic", marks=pytest.mark.exhaustive),
+        (2, {"calls": TRAINING}, {"calls": TRAINING | GENERATION}),
+    ],
+)
+def test_a_module_that_was_trained_without_sets_is_evaluated_in_a_later_fit(
+    workers: WorkerPool, world_size: int, first: Any, second: Any
+) -> None:
+    run = partial(workers.run, evaluated_later, world_size=world_size, init_process_group=False)
+    for expected, found in run(first, second):
+        assert [step for step, _ in found] == ([0, 2] if second else [2]) and found[0][1] == expected[-1][1]
+
+
 def load(module: Any, *given: Any, **options: Any) -> None:
     """Begin a fit with an evaluation."""
     runs.trainer("realloc", 1, callbacks=list(given), **options).fit(module, runs.Batches(1, responses=True))
@@ -227,6 +264,9 @@ def test_sets_that_cannot_be_used_are_refused_before_the_first_step() -> None:
     refused("OnPolicyDistillation has no rewards", EvaluationSet(ROWS), module=OnPolicyDistillation(actor(), actor()))
     for monitor in ("eval/onw/accuracy", "eval/own/pass@2", "eval/own"):
         refused("no evaluation set logs; .*eval/own/accuracy", only, EarlyStopping(monitor))
+    with pytest.raises(PlanError, match=r"actor.generate, .* does not have.*callbacks=\[Evaluation"):
+        strategy = ReallocStrategy({"calls": {"actor.train": "dp1", "actor.generate": "dp1"}})
+        runs.trainer(strategy, 1).fit(runs.sft(actor=actor()), runs.Batches(1, responses=True))
     with pytest.raises(ConfigError, match="the Trainer has none; add callbacks"):
         load(runs.sft(), EarlyStopping("eval/own/accuracy"))
     with pytest.raises(ConfigError, match="BoringModel under"):
