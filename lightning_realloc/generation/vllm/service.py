@@ -12,6 +12,7 @@ from torch import nn
 from lightning_realloc.batch.prompt_images import PromptImages
 from lightning_realloc.errors import GenerationError
 from lightning_realloc.generation.base_engine import GivenWeights
+from lightning_realloc.generation.vllm.hand_over_proof import HandOverProof
 from lightning_realloc.generation.vllm.messages import (
     CallBudget,
     Connection,
@@ -32,9 +33,17 @@ class VLLMService:
         connect: Starts vLLM for a model or connects to it. Its flag: whether vLLM needs a tokenizer, for stop strings.
             Its images: some that prompts show; None: they show none.
         restarts: Times that it is connected to again after a loss.
+        proof: Compares the weights that vLLM gets; it lives as long.
     """
 
-    def __init__(self, connect: Callable[[nn.Module, bool, PromptImages | None], Connection], *, restarts: int) -> None:
+    def __init__(
+        self,
+        connect: Callable[[nn.Module, bool, PromptImages | None], Connection],
+        *,
+        restarts: int,
+        proof: HandOverProof,
+    ) -> None:
+        self.proof = proof
         self._connect, self._restarts_left = connect, restarts
         self._connection: Connection | None = None
         self._has_tokenizer = False
@@ -129,7 +138,8 @@ class VLLMService:
             self._label = f"{id(self):x}-{self._num_updates}"
             begin = time.monotonic()
             num_bytes = self._connection.update_weights(model, self._label)
-            self.given = GivenWeights(self.given.num_bytes + num_bytes, self.given.seconds + time.monotonic() - begin)
+            seconds = self.given.seconds + time.monotonic() - begin
+            self.given = GivenWeights(self.given.num_bytes + num_bytes, seconds, self.proof.seconds)
             self._is_current = True
         return self._connection
 

@@ -65,6 +65,16 @@ class TensorRanks:
         return self._ranks[0] == self._rank
 
     @property
+    def numbers(self) -> tuple[int, ...]:
+        """The ranks, in the group's order."""
+        return self._ranks
+
+    @property
+    def index(self) -> int:
+        """Place of this rank among them."""
+        return self._ranks.index(self._rank)
+
+    @property
     def count(self) -> int:
         """Number of ranks, and of vLLM's workers."""
         return len(self._ranks)
@@ -82,17 +92,17 @@ class TensorRanks:
         if time.monotonic() - self._said > least_s:
             self.exchange({"do": "wait"})
 
-    def follow(self, give: Do, decide: Do | None = None) -> Any:
+    def follow(self, serve: Do, decide: Do | None = None) -> Any:
         """Do as the first rank says until it has a result, and return that.
 
-        ``give`` hands over weights. ``decide`` takes responses, and makes the decision of a `GroupBudget`.
+        ``serve`` gives or proves weights. ``decide`` takes responses, and makes the decision of a `GroupBudget`.
         """
         while "result" not in (said := self.exchange(None)[0]):
-            if said["do"] == "give":
-                give(said)
-            elif said["do"] == "decide":
+            if said["do"] == "decide":
                 assert decide is not None, "a call without budget has no decisions"
                 decide(said)
+            elif said["do"] != "wait":
+                serve(said)
         return said["result"]
 
     def finish(self, result: Any) -> None:
@@ -104,14 +114,16 @@ class TensorRanks:
         known = self._names.get(name)
         return local if known is None else tuple(self._layout.model.param(known).shape)
 
-    def own_pieces(self, name: str) -> list[Piece] | None:
-        """Return the regions of a weight that this rank copies, which no rank before it holds; None: all of it."""
-        known = self._names.get(name)
+    def own_pieces(self, name: str, index: int | None = None) -> list[Piece] | None:
+        """Return the regions of a weight that a rank copies, which no rank before it holds; None: all of it.
+
+        ``index``: its place in the group; None: this rank's.
+        """
+        known, index = self._names.get(name), self.index if index is None else index
         if known is None:  # a buffer, the same on all ranks
-            return None if self.is_first else []
-        earlier = self._ranks[: self._ranks.index(self._rank)]
-        held = {piece.region for rank in earlier for piece in self._layout.pieces(known, rank)}
-        return [piece for piece in self._layout.pieces(known, self._rank) if piece.region not in held]
+            return [] if index else None
+        held = {piece.region for rank in self._ranks[:index] for piece in self._layout.pieces(known, rank)}
+        return [piece for piece in self._layout.pieces(known, self._ranks[index]) if piece.region not in held]
 
 
 class GroupBudget:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lightning_realloc.batch.prompt_images import PromptImages
-from lightning_realloc.errors import GenerationError
+from lightning_realloc.errors import GenerationError, ReallocError
 from lightning_realloc.generation.base_engine import Engine, EngineCall, GivenWeights
 from lightning_realloc.generation.core.capabilities import CAPABILITIES, NATIVE_HINTS
 from lightning_realloc.generation.core.model_config import length_bounds
@@ -29,6 +29,7 @@ from lightning_realloc.generation.loop.environment import Agree
 from lightning_realloc.generation.loop.rounds import Rounds
 from lightning_realloc.generation.loop.run import Budget, GenerationStats, not_finite
 from lightning_realloc.generation.vllm.hand_over import SharedMemoryHandOver, weights_of
+from lightning_realloc.generation.vllm.hand_over_proof import HandedModel, HandOverProof
 from lightning_realloc.generation.vllm.lone_adapters import adapter_names, adapter_settings, adapters_of
 from lightning_realloc.generation.vllm.messages import Connection, OnResponse, TokenRequest, TokenResponse
 from lightning_realloc.generation.vllm.process import VLLMProcess
@@ -40,6 +41,7 @@ from lightning_realloc.runtime.dtypes import dtype_name
 from lightning_realloc.runtime.model.batching_limits import has_experts
 from lightning_realloc.runtime.model.image_inputs import placeholder_ids
 from lightning_realloc.runtime.model.structure import check_extra_inputs
+from lightning_realloc.runtime.transfer.agreement import WeightVerification
 from lightning_realloc.setting_hints import suggest_settings
 
 _TEMPERATURES = (0.01, 2.0)
@@ -66,6 +68,8 @@ class VLLMEngine(Engine):
         service: A vLLM that an earlier engine of the same model left running; None: one is started when needed.
         ranks: Ranks that hold shards of the model, and call the engine together; None: it is whole on this rank.
         agree: Broadcasts numbers of the first of these ranks; None with ``ranks=None``.
+        verify_weights: Elements that are compared after vLLM got weights: "sampled" ones, "all" or none ("off").
+        handed: Names of the model for errors of this comparison.
     """
 
     name = "vllm"
@@ -82,6 +86,8 @@ class VLLMEngine(Engine):
         service: VLLMService | None = None,
         ranks: TensorRanks | None = None,
         agree: Agree | None = None,
+        verify_weights: WeightVerification = "sampled",
+        handed: HandedModel | None = None,
     ) -> None:
         self._options, self._ranks = options or VLLMOptions(), ranks
         super().__init__(
@@ -94,15 +100,17 @@ class VLLMEngine(Engine):
         if self._options.quantization is not None:
             _check_quantization(self._options.quantization, model)
         # Without the model: the service may outlive it.
+        proof = HandOverProof(verify_weights, handed or HandedModel(), ranks) if service is None else service.proof
         connect = partial(
             _connect,
             options=self._options,
+            proof=proof,
             tokenizer=tokenizer,
             max_slots=max_slots,
             max_cache_bytes=max_cache_bytes,
             ranks=ranks,
         )
-        self.service = service or VLLMService(connect, restarts=self._options.num_restarts)
+        self.service = service or VLLMService(connect, restarts=self._options.num_restarts, proof=proof)
         self._given_before = self.service.given
         self._hand_over = SharedMemoryHandOver(ranks=ranks)
         """Writes this rank's shards for the first rank; unused there."""
@@ -132,11 +140,14 @@ class VLLMEngine(Engine):
     def given_weights(self) -> GivenWeights:
         """Weights that vLLM was given in the last call."""
         before, now = self._given_before, self.service.given
-        return GivenWeights(now.num_bytes - before.num_bytes, now.seconds - before.seconds)
+        return GivenWeights(
+            now.num_bytes - before.num_bytes, now.seconds - before.seconds, now.check_s - before.check_s
+        )
 
     def weights_updated(self, version: int | None = None) -> None:
         """Set the version of updated parameters; vLLM gets them before the next call."""
         super().weights_updated(version)
+        self.service.proof.version = self._version
         self.service.weights_changed()
 
     def release(self) -> None:
@@ -236,7 +247,7 @@ class VLLMEngine(Engine):
 
     def _asked_for_all(
         self, requests: Sequence[TokenRequest], sampling: Mapping[str, Any], budget: GroupBudget | None
-    ) -> tuple[list[TokenResponse], int, GenerationError | None]:
+    ) -> tuple[list[TokenResponse], int, ReallocError | None]:
         responses: list[TokenResponse] = []
 
         def keep(response: TokenResponse) -> None:
@@ -244,16 +255,19 @@ class VLLMEngine(Engine):
 
         try:
             num_steps = self.service.generate(self._model, requests, sampling, keep, budget)
-        except GenerationError as error:
+        except ReallocError as error:
             if budget is not None and budget.has_failed:  # on all ranks alike
                 raise
             return [], 0, error
         return responses if budget is None else budget.responses, num_steps, None
 
     def _give_shards(self, said: Mapping[str, Any]) -> None:
-        """Write this rank's shards where the first rank says."""
+        """Write this rank's shards where the first rank says, or send it their checksums."""
         weights = adapters_of(self._model) if said["kind"] == "adapters" else weights_of(self._model)
-        self._hand_over.give(weights, said["handle"])
+        if said["do"] == "prove":
+            self.service.proof.answer(weights, said)
+        else:
+            self._hand_over.give(weights, said["handle"])
 
 
 def _check_quantization(name: str, model: Any) -> None:
@@ -280,6 +294,7 @@ def _connect(
     max_slots: int,
     max_cache_bytes: int | None,
     ranks: TensorRanks | None,
+    proof: HandOverProof,
 ) -> Connection:
     if options.address is not None:
         return VLLMServer(model, options, max_slots=max_slots)
@@ -290,7 +305,14 @@ def _connect(
         )
     used = tokenizer if needs_tokenizer else None
     return VLLMProcess(
-        model, options, tokenizer=used, images=images, max_slots=max_slots, max_cache_bytes=max_cache_bytes, ranks=ranks
+        model,
+        options,
+        tokenizer=used,
+        images=images,
+        max_slots=max_slots,
+        max_cache_bytes=max_cache_bytes,
+        ranks=ranks,
+        proof=proof,
     )
 
 

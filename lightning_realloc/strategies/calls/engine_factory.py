@@ -190,6 +190,7 @@ class VLLMEngines(EngineFactory):
         self, replica: Replica, peers: tuple[int, ...], max_slots: int, updates: WeightUpdates | None
     ) -> ReplicaEngine:
         """Return a replica's engine, on the vLLM of its role if that has as many slots and the same ranks."""
+        from lightning_realloc.generation.vllm.hand_over_proof import HandedModel
         from lightning_realloc.generation.vllm.tensor_ranks import TensorRanks
         from lightning_realloc.generation.vllm.vllm_engine import VLLMEngine
 
@@ -212,6 +213,8 @@ class VLLMEngines(EngineFactory):
             service=self._services.get(key),
             ranks=ranks,
             agree=agreement(group, context.device),
+            verify_weights=context.pool.verify_weights,
+            handed=HandedModel(role=replica.role, layout=str(replica.layout), rank=context.rank),
         )
         self._services[key] = engine.service
         if not engine.merges_adapters:

@@ -106,7 +106,7 @@ class GenerateCalls:
             is_first = not any(other in node for other in replica.layout.ranks)
             report.sums[f"given_bytes/{call}"] = float(given.num_bytes)
             report.sums[f"given_bytes_minimum/{call}"] = float(given.num_bytes * is_first)
-            report.maxima[f"given_s/{call}"] = given.seconds
+            report.maxima |= {f"given_s/{call}": given.seconds, f"given_check_s/{call}": given.check_s}
         if generator.engine.partners:
             report.sums[f"partner_replies/{call}"] = float(waits.num_replies)
             report.sums[f"partner_tokens/{call}"] = float(waits.num_reply_tokens)

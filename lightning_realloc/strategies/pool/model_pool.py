@@ -59,6 +59,8 @@ class ModelPool:
         self.plan = plan
         self.meshes = meshes
         self._options = options
+        self.verify_weights = options.verify_weights
+        """Elements that are compared after weights moved."""
         self._home: dict[str, Replica] = {}
         self._blanks: dict[str, nn.Module] = {}
         self._frozen: dict[str, frozenset[str]] = {}

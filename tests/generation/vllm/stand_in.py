@@ -56,7 +56,7 @@ def complete_by_steps(message, label):
         if "spent" in told and behaviour == "dies when it has asked" and is_first:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    loop = child._module("child_requests").RequestLoop(
+    loop = child._load("inside/child_requests.py").RequestLoop(
         engine, most_running=settings["llm"]["max_num_seqs"], add=engine.add_request, response_of=response_of,
         say=say, receive=lambda: child.receive(connection),
     )
@@ -142,7 +142,11 @@ while (message := child.receive(connection)) is not None:
     if do == "use_adapters":
         note("adapters " + message["version"])
         label = message["version"]
-    child.send(connection, dict(done=None))
+    found = [dict(faults=[], uncompared=[], seconds=0.0)]
+    if behaviour == "finds other weights":
+        faults = [["model.norm.weight", "arrived 0 times"], ["lm_head.weight", "arrived 2 times"]]
+        found.append(dict(found[0], faults=faults))
+    child.send(connection, dict(done=None if message.get("expected") is None else found))
 """
 
 

@@ -21,7 +21,7 @@ from lightning_realloc.generation import (
     VLLMEngine,
     VLLMOptions,
 )
-from lightning_realloc.generation.vllm.child_requests import RequestLoop
+from lightning_realloc.generation.vllm.inside.child_requests import RequestLoop
 from lightning_realloc.generation.vllm.messages import EngineLost
 from tests.generation.vllm.counting_engine import CountingEngine
 from tests.generation.vllm.stand_in import notes, stand_in

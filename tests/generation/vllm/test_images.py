@@ -21,7 +21,7 @@ from lightning_realloc.batch.samples import model_inputs
 from lightning_realloc.data.images.image_files import ImageFile
 from lightning_realloc.errors import ConfigError, GenerationError
 from lightning_realloc.generation import SamplingParams, VLLMEngine, VLLMOptions
-from lightning_realloc.generation.vllm import child_images as child
+from lightning_realloc.generation.vllm.inside import child_images as child
 from tests.data.images.test_rows import drawn, prompts, user
 from tests.generation.vllm.stand_in import notes, stand_in
 from tests.models import tiny_model

@@ -1,0 +1,1 @@
+"""Files that vLLM's processes load by their paths, and which import nothing of this package."""
