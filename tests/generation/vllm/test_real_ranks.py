@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +16,9 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 
 from lightning_realloc import GenerationOptions
+from lightning_realloc.errors import WeightMismatch
 from lightning_realloc.generation import SamplingParams, VLLMOptions
+from lightning_realloc.generation.vllm.hand_over import SharedMemoryHandOver
 from tests.generation.vllm.test_vllm_engine import is_running
 from tests.models import tiny_model
 from tests.strategies import runs
@@ -72,7 +75,26 @@ class Killer(Callback):
         os.kill(workers[-1], signal.SIGKILL)
 
 
-def train(layout: str, num_updates: int, settings: Mapping[str, Any], victim: str | None = None) -> Outcome:
+class Spoiler(Callback):
+    """From the second iteration on, the last rank leaves the weights whose name has some text out of shared memory."""
+
+    def __init__(self, part: str) -> None:
+        self.part = part
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        """Begin, on the last rank that hands weights over."""
+        write = SharedMemoryHandOver._write
+
+        def spoiled(hand_over: Any, segment: Any, chunk: Any, weights: Any) -> None:
+            write(hand_over, segment, [slot for slot in chunk if self.part not in slot.name], weights)
+
+        if trainer.global_rank == trainer.strategy.plan.layout("actor.generate").ranks[-1]:  # type: ignore[attr-defined]
+            SharedMemoryHandOver._write = spoiled  # type: ignore[method-assign]
+
+
+def train(
+    layout: str, num_updates: int, settings: Mapping[str, Any], victim: str | None = None, unwritten: str | None = None
+) -> Outcome:
     """Return the outcome of a run of two ranks that generates in a layout."""
     shape = {"hidden_size": 128, "num_key_value_heads": 2}  # heads of 32, a size that vLLM has
     module = runs.grpo(
@@ -83,7 +105,8 @@ def train(layout: str, num_updates: int, settings: Mapping[str, Any], victim: st
         sampling=SamplingParams(n=4, max_new_tokens=8, temperature=0.7, top_p=0.95),
         **settings,
     )
-    callbacks = [] if victim is None else [Killer(victim, num_updates // 2)]
+    callbacks: list[Callback] = [] if victim is None else [Killer(victim, num_updates // 2)]
+    callbacks += [] if unwritten is None else [Spoiler(unwritten)]
     plan = runs.calls(actor_generate=layout, actor_train="dp2", reference_infer="dp2")
     return runs.train(module, plan, 2, Batches(num_updates), callbacks=callbacks)
 
@@ -108,6 +131,39 @@ def test_log_probabilities_are_those_of_training_after_every_update(
     if settings:
         assert given[-1] < given[0] / 3 and len(set(given[1:])) == 1, "adapters alone"
     assert not vllm_processes() and left_in_shared_memory() <= shared
+
+
+def error_of(*arguments: Any) -> str:
+    """Return the error of a run."""
+    write = SharedMemoryHandOver._write
+    try:
+        return f"finished: {train(*arguments)}"
+    except WeightMismatch as error:
+        return str(error)
+    finally:
+        SharedMemoryHandOver._write = write  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings", "unwritten"),
+    [
+        ("dp1@0", {}, "layers.1.mlp.down_proj.weight"),
+        ("tp2", {}, "layers.1.mlp.down_proj.weight"),
+        ("tp2", {"peft_config": LORA}, "layers.1.self_attn.q_proj.lora_B"),
+    ],
+    ids=["whole", "shards", "adapters of shards"],
+)
+def test_a_weight_that_is_not_handed_over_ends_the_run_by_name(
+    layout: str, settings: dict[str, Any], unwritten: str, workers: WorkerPool
+) -> None:
+    errors = workers.run(
+        error_of, layout, 4, settings, None, unwritten, world_size=2, deadline_s=600, init_process_group=False
+    )
+    words = (
+        rf"version 2 of the weights of actor: .* from {layout}.*{re.escape(unwritten)}.* arrived with other elements"
+    )
+    assert re.search(words, errors[0]), errors
+    assert not vllm_processes()
 
 
 def test_a_killed_rank_leaves_nothing_of_its_vllm(workers: WorkerPool) -> None:
