@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import lightning as L
 
-from lightning_realloc.algorithms.evaluation.evaluation_set import MAX_NEW_TOKENS, REASONING_GYM, EvaluationSet
+from lightning_realloc.algorithms.evaluation.evaluation_set import LIBRARIES, MAX_NEW_TOKENS, EvaluationSet
 from lightning_realloc.algorithms.evaluation.named_evaluation import Evaluation
 from lightning_realloc.algorithms.rollout.accuracy import Accuracy
 from lightning_realloc.algorithms.rollout.final_answers import AUTO
@@ -53,7 +53,9 @@ def eval_parser() -> CommandParser:
     parser = CommandParser("eval")
     add = parser.add_argument
     add("model", metavar="MODEL", help="Folder of a model, adapters, a run or a checkpoint, or a Hugging Face name.")
-    sets = "File, folder or hub name of the rows, or reasoning-gym:NAME; metrics are named after it. May be repeated."
+    sets = (
+        "File, folder or hub name of the rows, reasoning-gym:NAME or lm-eval:TASK; names its metrics. May be repeated."
+    )
     add("--set", dest="sets", action="append", default=[], metavar="[NAME=]DATA", help=sets)
     reward = f"Rule for right responses; may be repeated, and rewards are added up: {describe_names()}."
     add("--reward", action="append", default=[], metavar="REWARD", help=reward)
@@ -109,7 +111,7 @@ def run_eval(arguments: Sequence[str], write: Callable[[str], object]) -> int:
 def _sets(flags: argparse.Namespace) -> dict[str, EvaluationSet]:
     if not flags.sets:
         raise ConfigError("eval needs --set: a file, a folder or the name of a data set, as in --set gsm=test.jsonl")
-    if not flags.reward and not all(_named(one)[1].startswith(REASONING_GYM) for one in flags.sets):
+    if not flags.reward and not all(_named(one)[1].startswith(LIBRARIES) for one in flags.sets):
         raise ConfigError(f"eval needs --reward: {describe_names()}")
     temperature = (0.0 if flags.n == 1 else 1.0) if flags.temperature is None else flags.temperature
     sampling = SamplingParams(n=flags.n, max_new_tokens=flags.max_new_tokens, temperature=temperature, seed=flags.seed)
@@ -133,17 +135,18 @@ def _sets(flags: argparse.Namespace) -> dict[str, EvaluationSet]:
 
 
 def _named(given: str) -> tuple[str, str]:
-    """Return the name and the data of ``NAME=DATA``; without a name, that of the file.
+    """Return the name and the data of ``NAME=DATA``; without a name, that of the file or task.
 
-    >>> _named("gsm=data/test.jsonl"), _named("data/gsm8k.jsonl.gz"), _named("openai/gsm8k")
-    (('gsm', 'data/test.jsonl'), ('gsm8k', 'data/gsm8k.jsonl.gz'), ('gsm8k', 'openai/gsm8k'))
+    >>> _named("gsm=data/test.jsonl"), _named("data/gsm8k.jsonl.gz"), _named("lm-eval:gsm8k:flexible-extract")
+    (('gsm', 'data/test.jsonl'), ('gsm8k', 'data/gsm8k.jsonl.gz'), ('gsm8k', 'lm-eval:gsm8k:flexible-extract'))
     """
     name, equals, data = given.partition("=")
-    return (name, data) if equals else (Path(given.removeprefix(REASONING_GYM)).name.partition(".")[0], given)
+    task = given.split(":")[1] if given.startswith(LIBRARIES) else given
+    return (name, data) if equals else (Path(task).name.partition(".")[0], given)
 
 
 def _rows(data: str, flags: argparse.Namespace) -> str | DatasetSource:
-    if data.startswith(REASONING_GYM):
+    if data.startswith(LIBRARIES):
         return data
     setting: Any = data_setting(data, flags.split, flags.config_name, flag="--set")
     return setting if isinstance(setting, str) else DatasetSource(**setting)

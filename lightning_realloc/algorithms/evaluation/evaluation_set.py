@@ -43,6 +43,10 @@ REASONING_GYM = "reasoning-gym:"
 """Beginning of the names of data sets of reasoning-gym."""
 REASONING_GYM_ROWS, REASONING_GYM_SEED = 200, 1_000_003
 """Rows of such a set without a limit, and their seed, which differs from those that runs are likely to train with."""
+LM_EVAL = "lm-eval:"
+"""Beginning of the names of tasks of lm-eval."""
+LIBRARIES = (REASONING_GYM, LM_EVAL)
+"""Beginnings of the names of sets that bring their own rule for right responses."""
 _COLUMN = "rewards"
 
 
@@ -52,14 +56,16 @@ class EvaluationSet:
 
     data: RowSource | PromptDataModule
     """Rows, see `PromptDataModule`; or such a data module, whose held-out rows are used if it has any; or a data set of
-    reasoning-gym by name, such as ``"reasoning-gym:chain_sum"``, with 200 rows unless ``limit`` is given."""
+    reasoning-gym by name, such as ``"reasoning-gym:chain_sum"``, with 200 rows unless ``limit`` is given; or a task of
+    lm-eval that generates, with one of its filters or without: ``"lm-eval:gsm8k:flexible-extract"``."""
     _: KW_ONLY
     reward: RewardSource | None = None
     """Function whose reward of a right response is at least ``accuracy.threshold``, or its import path; or a list of
-    functions, whose rewards are added up. None: the rewards of the algorithm; for reasoning-gym, its own scores."""
+    functions, whose rewards are added up. None: the rewards of the algorithm; for reasoning-gym and lm-eval, their own
+    scores."""
     sampling: SamplingParams | None = None
     """Sampling of the responses; its seed does not depend on the run's. None: ``evaluation_sampling`` of the algorithm,
-    else one greedy response of at most 512 tokens."""
+    else one greedy response of at most 512 tokens; for lm-eval, that of the task. Its stop strings are always added."""
     accuracy: Accuracy | None = None
     """Rule for right responses, and the values of k in ``pass@k`` and ``maj@k``; None: ``Accuracy()``."""
     prompt_column: str = "prompt"
@@ -97,8 +103,8 @@ class EvaluationSet:
             DataError: for rows that cannot be used.
             RewardError: for rows without a column that a reward function needs.
         """
-        if isinstance(self.data, str) and self.data.startswith(REASONING_GYM):
-            return self._of_reasoning_gym(self.data.removeprefix(REASONING_GYM)).load(name, module)
+        if isinstance(self.data, str) and self.data.startswith(LIBRARIES):
+            return self._of_library(self.data, module).load(name, module)
         sampling = self._sampling_of(module)
         self._check(name, module, sampling)
         functions = None if self.reward is None else self._own_functions(name)
@@ -107,16 +113,27 @@ class EvaluationSet:
             own.check_columns(table.data, f"evaluation set {name!r}")
         return LoadedSet(name=name, given=self, table=table, sampling=sampling, functions=functions)
 
-    def _of_reasoning_gym(self, name: str) -> EvaluationSet:
+    def _of_library(self, data: str, module: MultiModelModule) -> EvaluationSet:
+        """Return the set with the rows of reasoning-gym or lm-eval, and their scores."""
+        library, _, name = data.partition(":")
         try:
+            if data.startswith(LM_EVAL):
+                return self._of_lm_eval(name, module)
             from lightning_realloc.environments.adapters.reasoning_gym import reasoning_gym_rows, reasoning_gym_score
         except ModuleNotFoundError as error:
             raise ConfigError(
-                f"the evaluation set {self.data!r} needs reasoning-gym ({error}); "
-                f"pip install 'lightning-realloc[reasoning-gym]'"
+                f"the evaluation set {data!r} needs {library} ({error}); pip install 'lightning-realloc[{library}]'"
             ) from None
         rows = reasoning_gym_rows(name, self.limit or REASONING_GYM_ROWS, REASONING_GYM_SEED)
         return replace(self, data=rows, reward=reasoning_gym_score if self.reward is None else self.reward)
+
+    def _of_lm_eval(self, name: str, module: MultiModelModule) -> EvaluationSet:
+        from lightning_realloc.environments.adapters.lm_eval import LmEvalTask
+
+        task = LmEvalTask(name)
+        rows = task.rows(self.limit, as_messages=self._reader(module.trainer, []).makes_messages(module.tokenizer))
+        reward = task if self.reward is None else self.reward
+        return replace(self, data=rows, reward=reward, sampling=task.sampling(self.sampling))
 
     def _own_functions(self, name: str) -> RewardFunctions:
         several: list[Any] = [self.reward] if is_model_source(self.reward) else listed(self.reward)
@@ -154,6 +171,10 @@ class EvaluationSet:
                 table = data.tables["val"]
                 return table.select(range(min(len(table), self.limit or len(table))))
             return data.table(data.data if data.val_data is None else data.val_data, limit=self.limit)
+        return self._reader(trainer, data).table(data, limit=self.limit)
+
+    def _reader(self, trainer: Trainer, data: Any) -> PromptDataModule:
+        """Return a data module that renders prompts as the run's own does."""
         settings: dict[str, Any] = {"text_prompts": "auto"}
         own = getattr(trainer, "datamodule", None)
         if isinstance(own, RowDataModule):
@@ -162,7 +183,7 @@ class EvaluationSet:
             settings["text_prompts"] = own.text_prompts
         reader = PromptDataModule(data, batch_size=1, prompt_column=self.prompt_column, **settings)
         reader.trainer = trainer
-        return reader.table(data, limit=self.limit)
+        return reader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
