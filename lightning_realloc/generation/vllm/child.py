@@ -305,8 +305,8 @@ def register_shared_memory() -> None:
 
         def start_weight_update(self) -> None:
             self._loaded.clear()
-            initialize_layerwise_reload(self.model)  # to parameters as files have them
-            self._known = {name.replace(".base_layer.", ".") for name, _ in self.model.named_parameters()}
+            initialize_layerwise_reload(self.model)
+            self._awaited = self._parameters()  # as files have them, without scales that vLLM makes
 
         def receive_weights(self, update_info: Any) -> None:
             self._loaded |= self.model.load_weights(weights_in(update_info, self.device))
@@ -314,9 +314,13 @@ def register_shared_memory() -> None:
         def finish_weight_update(self) -> None:
             finalize_layerwise_reload(self.model, self.model_config)
             _pack_tied_head(self.model)
-            missing = sorted(self._known - {name.replace(".base_layer.", ".") for name in self._loaded})
+            known = self._awaited & self._parameters()  # now with shared ones under one name
+            missing = sorted(known - {name.replace(".base_layer.", ".") for name in self._loaded})
             if missing:
                 raise ValueError(f"no weights came for {', '.join(missing[:4])} ({len(missing)} in all)")
+
+        def _parameters(self) -> set[str]:
+            return {name.replace(".base_layer.", ".") for name, _ in self.model.named_parameters()}
 
         def shutdown(self) -> None:
             pass

@@ -160,7 +160,7 @@ def test_a_weight_that_is_not_handed_over_ends_the_run_by_name(
         error_of, layout, 4, settings, None, unwritten, world_size=2, deadline_s=600, init_process_group=False
     )
     words = (
-        rf"version 2 of the weights of actor: .* from {layout}.*{re.escape(unwritten)}.* arrived with other elements"
+        rf"version 1 of the weights of actor: .* from {layout}.*{re.escape(unwritten)}.* arrived with other elements"
     )
     assert re.search(words, errors[0]), errors
     assert not vllm_processes()

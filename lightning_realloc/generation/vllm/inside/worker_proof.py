@@ -36,13 +36,9 @@ def _load_checksums() -> Any:
     return module
 
 
-class Fault(NamedTuple):
-    """A weight that a worker does not have; a list of both fields in JSON."""
-
-    name: str
-    """Its name in a checkpoint."""
-    what: str
-    """Continues a sentence that begins with the name."""
+Fault = tuple[str, str]
+"""Name of a weight that a worker does not have, as in a checkpoint, and the rest of a sentence that begins with it.
+Workers send it to a process that does not know this file."""
 
 
 class Arrivals:
@@ -72,10 +68,10 @@ class Arrivals:
             family = self.announced.get(name)
             dtype, shape = str(weight.dtype).removeprefix("torch."), list(weight.shape)
             if family is None:
-                self._faults.append(Fault(name, "arrived, and was not handed over"))
+                self._faults.append((name, "arrived, and was not handed over"))
             elif (dtype, shape) != (family["dtype"], family["shape"]):
                 wanted = f"{family['dtype']} {family['shape']}"
-                self._faults.append(Fault(name, f"arrived as {dtype} {shape} in place of {wanted}"))
+                self._faults.append((name, f"arrived as {dtype} {shape} in place of {wanted}"))
             else:
                 families.setdefault(id(family), []).append(name)
         names = [name for group in families.values() for name in group]
@@ -98,16 +94,16 @@ class Arrivals:
     def faults(self, label: str, expected: Mapping[str, Sequence[int]]) -> list[Fault]:
         """Compare with the ranks' checksums, name -> one of each rank's pieces, and the label of their weights."""
         faults = list(self._faults)
-        named = {fault.name for fault in faults}
+        named = {name for name, _ in faults}
         if label != self._label:
-            faults.append(Fault(next(iter(expected)), f"arrived for {self._label} in place of {label}"))
+            faults.append((next(iter(expected)), f"arrived for {self._label} in place of {label}"))
         for name in self.announced.keys() | expected.keys():
             if (count := self.counts[name]) != 1:
-                faults.append(Fault(name, f"arrived {count} times"))
+                faults.append((name, f"arrived {count} times"))
             elif name not in named and self.sums.get(name) != list(expected.get(name, ())):
                 pairs = zip(self._ranks, self.sums[name], expected.get(name, ()), strict=False)
                 rank = next((rank for rank, held, sent in pairs if held != sent), self._ranks[0])
-                faults.append(Fault(name, f"arrived with other elements than those of rank {rank}"))
+                faults.append((name, f"arrived with other elements than those of rank {rank}"))
         return sorted(faults)
 
 
@@ -193,7 +189,7 @@ class WorkerProof:
                 for is_equal in _compare(place, sample, heads, probes)
             ]
             if not all(are_equal):
-                faults.append(Fault(name, "arrived, and vLLM computes with other elements"))
+                faults.append((name, "arrived, and vLLM computes with other elements"))
             if not are_equal:
                 uncompared.append(name)
         seconds = self._seconds + time.perf_counter() - begin
@@ -354,7 +350,7 @@ def _slot_faults(lora: Any, number: int) -> tuple[list[Fault], list[str]]:
     """
     manager, faults, uncompared = lora._adapter_manager, list[Fault](), list[str]()
     if number not in manager.lora_index_to_id:
-        return [Fault(next(iter(manager.modules)), "has no slot for the adapters that arrived")], []
+        return [(next(iter(manager.modules)), "has no slot for the adapters that arrived")], []
     index = manager.lora_index_to_id.index(number)
     fresh = lora._load_adapter(SimpleNamespace(lora_int_id=number))
     manager._create_merged_loras_inplace(fresh)
@@ -373,5 +369,5 @@ def _slot_faults(lora: Any, number: int) -> tuple[list[Fault], list[str]]:
             vars(module).update(slots)
         pairs = [pair for key in slots for pair in zip(slots[key], filled[key], strict=True)]
         if not all(_equal(held[index], wanted[index]) for held, wanted in pairs):
-            faults.append(Fault(name, "has adapters that arrived, and vLLM computes with other elements"))
+            faults.append((name, "has adapters that arrived, and vLLM computes with other elements"))
     return faults, uncompared
