@@ -239,6 +239,8 @@ def _meant_by(name: str, cls: type) -> str:
     if name not in hints and name in inspect.signature(L.Trainer).parameters:
         return f"here it is Lightning's Trainer({name}=...)"
     if hint := hints.get(name) or hint_of_verl(name):
+        if own := re.findall(rf"\b{cls.__name__}\(([^()]*)\)", hint):  # within the class that the hint names
+            return f"here it is {' or '.join(own)}"
         return f"here it is {hint}{_lack_of(hint, cls, name)}"
     known = sorted(settings_of(cls))
     alike = get_close_matches(name, known, n=1)

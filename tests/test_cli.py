@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
 from transformers import AutoModelForCausalLM
 
-from lightning_realloc import cli
+from lightning_realloc import ReallocStrategy, cli
 from lightning_realloc.commands.file_forms import file_form
 from lightning_realloc.commands.parsing import load_yaml
 from tests.command_lines import run_lines as _run
@@ -684,3 +685,11 @@ def test_a_plan_is_checked_without_weights(workers: WorkerPool, folder: Path) ->
     assert "the plan names reference.infer, which this algorithm does not have" in lacks.errors
     assert "--algorithm=other is not one of grpo, ppo, sft" in unknown.errors
     assert "--model=shape must name a role and its model" in unnamed.errors
+
+
+@pytest.mark.parametrize("written", ["off", '"off"', "sampled", "all"])
+def test_yaml_takes_every_documented_check_of_weights_with_and_without_quotes(written: str) -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(ReallocStrategy, "strategy")
+    made = parser.instantiate_classes(parser.parse_string(f"strategy:\n  verify_weights: {written}")).strategy
+    assert made._placed._options.verify_weights == written.strip('"')

@@ -162,6 +162,7 @@ def test_a_name_that_is_also_our_setting_is_accepted() -> None:
         (lambda: RolloutBudget(token=4), "did you mean tokens=?"),
         (lambda: SFT("m", zzz=4), "SFT has no setting zzz; help(SFT) describes the "),
         (lambda: GRPO("m", no_reward, zzz=4), "GRPO has no setting zzz; help(PolicyGradient) describes the "),
+        (lambda: Clip(clip_ratio_c=3), "Clip has no setting clip_ratio_c; here it is most="),
         (lambda: Correction(zzz=4), "Correction has no setting zzz; it has "),
         (lambda: GenerationEngine(None, max_num_seqs=4), "here it is max_slots="),
         (lambda: ReallocStrategy(overlp="none"), "did you mean overlap=?"),

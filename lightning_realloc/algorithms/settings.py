@@ -33,7 +33,7 @@ def check_not_negative(**settings: float) -> None:
     for name, value in settings.items():
         _check_number(name, value)
         if value < 0:
-            raise ConfigError(f"{name}={value} may not be negative; 0 switches it off")
+            raise ConfigError(f"{name}={value} may not be negative; write 0 or more")
 
 
 def check_positive(**settings: float | None) -> None:
@@ -77,11 +77,20 @@ def check_type(kind: type, **settings: object) -> None:
             raise _wrong_type(name, value, kind)
 
 
+def wrong_kind(name: str, value: object, wanted: str) -> ConfigError:
+    """Return the error for a setting of another kind, which is perhaps the class of what is wanted."""
+    if isinstance(value, type):
+        return ConfigError(
+            f"{name}={value.__name__} is a class; make an object of it, as in {value.__name__}(), or write {wanted}"
+        )
+    return ConfigError(f"{name}={value!r} is a {type(value).__name__}; write {wanted}")
+
+
 def _wrong_type(name: str, value: object, kind: type) -> ConfigError:
     wanted = {Real: "a number", Integral: "a whole number", bool: "True or False"}.get(kind, f"{kind.__name__}(...)")
     if kind is Real and isinstance(value, str) and _is_number(value):
         wanted += " without quotes, and in YAML with a point before the exponent: 0.001 or 1.0e-3, not 1e-3"
-    return ConfigError(f"{name}={value!r} is a {type(value).__name__}; write {wanted}")
+    return wrong_kind(name, value, wanted)
 
 
 def _is_number(text: str) -> bool:

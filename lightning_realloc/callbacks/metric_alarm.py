@@ -59,8 +59,9 @@ class Bound:
             raise ConfigError(
                 f"Bound(low={self.low!r}, high={self.high!r}) must have one finite number, or two in this order"
             )
-        if not isinstance(self.num_iterations, int) or self.num_iterations < 1:
-            raise ConfigError(f"Bound(num_iterations={self.num_iterations!r}) must be at least 1")
+        times = self.num_iterations
+        if isinstance(times, bool) or not isinstance(times, int) or times < 1:
+            raise ConfigError(f"Bound(num_iterations={times!r}) must be a whole number of at least 1, such as 3")
 
     def exceeded(self, value: float) -> str | None:
         """Return the end of the range that a value is beyond, in words; None if it is within. NaN is beyond both."""
@@ -194,7 +195,10 @@ class MetricAlarm(Callback):
             raise ConfigError(f"spikes={spikes!r} must be names of metrics, as in ['*/loss']; () watches none")
         for name, limit in (given or {}).items():
             if not isinstance(limit, Bound) and not _is_finite(limit):
-                raise ConfigError(f"limits[{name!r}]={limit!r} must be a finite number; leave it out to never react")
+                raise ConfigError(
+                    f"limits[{name!r}]={limit!r} must be a finite number, or a Bound such as "
+                    f"Bound(low=0.05); leave it out to never react"
+                )
         for name, value in (("threshold", threshold), ("min_spike", min_spike)):
             if not _is_finite(value) or value < 0:
                 raise ConfigError(f"{name}={value!r} must be a finite number of at least 0; spikes=() watches none")
@@ -231,10 +235,9 @@ class MetricAlarm(Callback):
             return
         message = f"iteration {trainer.global_step - 1}: {'; '.join(alarms)}"
         if self.action == "fail":
-            raise ReallocError(
-                f"{message}; lower the learning rate or look at this iteration's data, or use "
-                f"MetricAlarm(action='warn') to go on"
-            )
+            is_advised = any(bound.advice and bound.advice in message for bound in self.limits.values())
+            way_out = "" if is_advised else "lower the learning rate or look at this iteration's data, or "
+            raise ReallocError(f"{message}; {way_out}use MetricAlarm(action='warn') to go on")
         if trainer.is_global_zero:
             _log.warning("%s%s", message, "; training stops" if self.action == "stop" else "")
         trainer.should_stop = trainer.should_stop or self.action == "stop"

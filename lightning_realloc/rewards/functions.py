@@ -135,6 +135,15 @@ class RewardFunctions:
                     f"messages; give environment= a class of them, or rename the argument"
                 )
 
+    def check_lengths(self, max_new_tokens: int) -> None:
+        """Call ``check_length`` of every function that has it, with the tokens of the longest response.
+
+        Raises:
+            RewardError: for a function that no response is long enough for.
+        """
+        for function in self.functions:
+            getattr(function, "check_length", _ignore_length)(max_new_tokens)
+
     def check_columns(self, columns: Collection[str], source: str = "data") -> None:
         """Check before the first step that the data, or another ``source``, has every column that functions require.
 
@@ -347,6 +356,10 @@ def listed(functions: object) -> list[Any]:
     if isinstance(functions, Iterable) and not isinstance(functions, str) and not callable(functions):
         return list(functions)
     return [functions]
+
+
+def _ignore_length(max_new_tokens: int) -> None:
+    """Functions without the method apply to responses of any length."""
 
 
 def _refuse_models(given: Sequence[object]) -> None:

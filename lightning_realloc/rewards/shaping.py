@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Collection, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from lightning_realloc.errors import RewardError
@@ -52,10 +53,22 @@ class OverlongPenalty:
     """
 
     def __init__(self, max_length: int, buffer: int) -> None:
+        for name, value in (("max_length", max_length), ("buffer", buffer)):
+            if isinstance(value, bool) or not isinstance(value, Integral):
+                raise RewardError(f"{name}={value!r} must be a whole number of tokens, such as 256")
         if not 0 < buffer <= max_length:
             raise RewardError(f"buffer={buffer} must lie in 1..max_length={max_length}")
         self.max_length = max_length
         self.buffer = buffer
+
+    def check_length(self, max_new_tokens: int) -> None:
+        """Raise RewardError if no response of ``max_new_tokens`` tokens gets a penalty."""
+        free = self.max_length - self.buffer
+        if max_new_tokens <= free:
+            raise RewardError(
+                f"OverlongPenalty(max_length={self.max_length}, buffer={self.buffer}) begins above {free} tokens, and "
+                f"max_new_tokens={max_new_tokens} is no more; set max_length={max_new_tokens} and a smaller buffer"
+            )
 
     def __call__(self, /, completion_ids: Sequence[Sequence[int]], **columns: object) -> list[float]:
         """Return the penalties of B completions, from -1 to 0."""
@@ -87,8 +100,8 @@ class Shaped:
         low: float | None = None,
         high: float | None = None,
     ) -> None:
-        if not math.isfinite(scale):
-            raise RewardError(f"scale={scale} must be finite")
+        if not math.isfinite(scale) or scale == 0:
+            raise RewardError(f"scale={scale} must be finite and not 0, which leaves no reward; leave the function out")
         if low is not None and high is not None and not low <= high:
             raise RewardError(f"low={low} and high={high} leave no reward; set low <= high")
         self.function = resolved(function)

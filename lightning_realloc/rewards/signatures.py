@@ -37,8 +37,7 @@ def import_function(
     """
     module_name, _, name = path.replace(":", ".").rpartition(".")
     if not module_name or not name:
-        article = "an" if what[0] in "aeiou" else "a"
-        raise error(f"{article} {what}'s import path is 'package.module:name'; got {path!r}")
+        raise error(f"an import path is 'package.module:name'; got {path!r} for {what}")
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as problem:

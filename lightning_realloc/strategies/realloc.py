@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Trainer
@@ -107,7 +107,7 @@ class ReallocStrategy(DataParallelStrategy):
         plan: PlanSource = "heuristic",
         *,
         transport: TransportName = "auto",
-        verify_weights: WeightVerification = "sampled",
+        verify_weights: WeightVerification | Literal[False] = "sampled",
         overlap: Overlap = "iterations",
         max_staleness: int = 0,
         replay_versions: str | Path | None = None,
@@ -143,7 +143,7 @@ class ReallocStrategy(DataParallelStrategy):
             plan=read_plan_source(plan),
             overlap=self._overlap,
             transport=transport,
-            verify_weights=verify_weights,
+            verify_weights="off" if verify_weights is False else verify_weights,  # YAML reads off as False
             tp_plans=dict(tp_plans or {}),
             memory_budget=None if memory_per_device is None else parse_bytes(memory_per_device),
             stall_timeout_s=stall_timeout,

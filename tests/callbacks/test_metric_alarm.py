@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lightning.pytorch.callbacks import Callback
 
 from lightning_realloc.callbacks import MetricAlarm
-from lightning_realloc.callbacks.metric_alarm import MIN_VALUES, WINDOW, SpikeDetector
+from lightning_realloc.callbacks.metric_alarm import MIN_VALUES, WINDOW, Bound, SpikeDetector
 from lightning_realloc.errors import ConfigError, ReallocError
 from tests.strategies import runs
 from tests.strategies.runs import Batches
@@ -108,6 +108,9 @@ def test_a_limit_ends_training_after_its_iteration(value: float) -> None:
 def test_an_alarm_that_fails_raises_with_the_values() -> None:
     with pytest.raises(ReallocError, match=r"iteration 2: actor/kl is 4, above its limit of 3; lower the learning"):
         fit(MetricAlarm({"actor/kl": 3.0}, action="fail"), Logs("actor/kl", {2: 4.0}))
+    advised = {"actor/kl": Bound(high=3.0, advice="raise kl_coef")}
+    with pytest.raises(ReallocError, match=r"limit of 3: raise kl_coef; use MetricAlarm\(action='warn'\) to go on$"):
+        fit(MetricAlarm(advised, action="fail"), Logs("actor/kl", {2: 4.0}))
 
 
 def test_a_metric_that_is_never_logged_is_named_once_with_similar_ones() -> None:
@@ -137,6 +140,7 @@ def test_values_are_kept_in_checkpoints() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"limits": {"loss": {"low": 1}}}, "must be a finite number, or a Bound such as"),
         ({"action": "halt"}, "action='halt' must be one of warn, stop, fail"),
         ({"limits": {"a": math.nan}}, r"limits\['a'\]=nan must be a finite number"),
         ({"limits": {"a": "x"}}, r"limits\['a'\]='x' must be a finite number"),

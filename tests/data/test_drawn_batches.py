@@ -219,6 +219,18 @@ def test_metrics_tell_the_difficulty_of_a_batch() -> None:
     }
 
 
+@pytest.mark.parametrize("outside", [-1.0, 1.5])
+def test_rewards_outside_of_the_range_are_warned_of_once(outside: float) -> None:
+    loader = make_loader(Curriculum(), rows=8)
+    (batch,) = islice(loader, 1)
+    with pytest.warns(UserWarning, match=rf"a reward of {outside:g} lies outside .* reward_range=\(0, 1\)") as found:
+        report(loader, batch.ids.tolist(), [[outside] * 4] * 4)
+        report(loader, batch.ids.tolist(), [[outside] * 4] * 4)
+    assert len(found) == 1
+    with pytest.raises(DataError, match="curriculum=Curriculum is a class; make an object of it"):
+        resolve_curriculum(Curriculum)  # type: ignore[arg-type]
+
+
 def test_few_prompts_are_drawn_although_they_rest_or_wait() -> None:
     loader = make_loader(Curriculum(), rows=5)
     assert all(len(set(batch)) == 4 for batch in run(loader, 20, lambda *_: [1.0] * 4))

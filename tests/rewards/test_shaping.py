@@ -76,7 +76,25 @@ def test_invalid_rewards_are_refused_before_bounds_apply(value: Any) -> None:
         asyncio.run(Shaped(later, low=0.0, high=1.0)(**given))
 
 
-@pytest.mark.parametrize("settings", [{"scale": math.inf}, {"low": 1.0, "high": 0.0}])
+@pytest.mark.parametrize("settings", [{"scale": math.inf}, {"scale": 0.0}, {"low": 1.0, "high": 0.0}])
 def test_settings_that_cannot_work_are_refused(settings: dict[str, float]) -> None:
     with pytest.raises(RewardError, match=next(iter(settings))):
         Shaped(later, **settings)
+
+
+@pytest.mark.parametrize(("max_length", "buffer"), [(8.5, 2), (8, 2.5), (True, 1), (4, 5)])
+def test_lengths_of_a_penalty_are_whole_numbers_in_order(max_length: Any, buffer: Any) -> None:
+    with pytest.raises(RewardError, match=r"must be a whole number|must lie in"):
+        OverlongPenalty(max_length, buffer)
+
+
+@pytest.mark.parametrize("max_new_tokens", [6, 7])
+def test_a_penalty_is_refused_exactly_if_no_response_gets_one(max_new_tokens: int) -> None:
+    penalty = OverlongPenalty(max_length=9, buffer=3)
+    ever = min(penalty(completion_ids=[[0] * length for length in range(max_new_tokens + 1)])) < 0
+    assert ever == (max_new_tokens == 7)
+    if ever:
+        RewardFunctions([penalty]).check_lengths(max_new_tokens)
+    else:
+        with pytest.raises(RewardError, match="begins above 6 tokens, and max_new_tokens=6 is no more"):
+            RewardFunctions([penalty]).check_lengths(max_new_tokens)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 import torch
@@ -19,7 +19,7 @@ from lightning_realloc.algorithms.losses.functional import kl_estimate, masked_s
 from lightning_realloc.algorithms.losses.loss_reduction import token_metrics
 from lightning_realloc.algorithms.losses.policy_losses import PolicyLoss, RatioLevel, log_ratios, response_sums
 from lightning_realloc.algorithms.losses.proximal import RatioTo
-from lightning_realloc.algorithms.settings import check_not_negative, check_positive_numbers
+from lightning_realloc.algorithms.settings import check_not_negative, check_positive_numbers, wrong_kind
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import OLDEST_AGES, Samples
 from lightning_realloc.batch.training import Average
@@ -83,6 +83,29 @@ class Correction:
         age = self.max_age
         if age is not None and (isinstance(age, bool) or not isinstance(age, int) or age < 0):
             raise ConfigError(f"max_age={age!r} must be a whole number of iterations, at least 0, or None")
+        self._refuse_idle()
+
+    def _refuse_idle(self) -> None:
+        """Raise ConfigError for settings without an effect, and for bounds that exclude equal probabilities."""
+        changed = {each.name for each in fields(self) if getattr(self, each.name) != each.default}
+        for switch, ends, choices in (("weigh", ("floor", "cap"), Weigh), ("reject", ("low", "high"), Reject)):
+            idle = [f"{name}={getattr(self, name)}" for name in ends if name in changed]
+            if getattr(self, switch) == "none" and idle:
+                ways = " or ".join(map(repr, get_args(choices)[:-1]))
+                raise ConfigError(
+                    f"{' and '.join(idle)} of Correction has no effect with {switch}='none'; write {switch}={ways}, or "
+                    f"leave it out"
+                )
+        if self.weigh == self.reject == "none" and not changed & {"least_token", "max_age"}:
+            raise ConfigError(
+                "Correction(weigh='none') with reject='none' corrects nothing; write a weigh, a reject, a least_token "
+                "or a max_age, or correction='none'"
+            )
+        if self.reject != "none" and not self.low <= 1 <= self.high:
+            raise ConfigError(
+                f"low={self.low} and high={self.high} exclude the ratio 1, that of equal probabilities; write a low of "
+                f"at most 1 and a high of at least 1, such as those of 'geometric', low=0.999 and high=1.001"
+            )
 
     def weights(self, proximal: Tensor, behaviour: Tensor, batch: PackedBatch) -> CorrectionWeights:
         """Return the factors of the tokens' losses.
@@ -166,10 +189,8 @@ def resolve_ratios(
     if isinstance(correction, str):
         require_choice("correction", correction, tuple(CORRECTIONS))
     elif correction is not None and not isinstance(correction, Correction):
-        raise ConfigError(
-            f"correction={correction!r} is a {type(correction).__name__}; write one of {', '.join(CORRECTIONS)}, or a "
-            f"value such as Correction(cap=3.0)"
-        )
+        wanted = f"one of {', '.join(CORRECTIONS)}, or a value such as Correction(cap=3.0)"
+        raise wrong_kind("correction", correction, wanted)
     named = CORRECTIONS[correction] if isinstance(correction, str) else correction
     corrects_engine = is_other_engine and not loss.weighs_responses
     if ratio_to is not None:

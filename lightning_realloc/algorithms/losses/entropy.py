@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_realloc.algorithms.settings import check_not_negative, check_positive_numbers, check_share, check_type
+from lightning_realloc.algorithms.settings import check_not_negative, check_positive_numbers, check_share, wrong_kind
 from lightning_realloc.errors import ConfigError, require_choice
 from lightning_realloc.setting_hints import ENTROPY_HINTS, suggest_settings
 
@@ -190,7 +190,9 @@ def resolve_entropy(given: EntropyRule | EntropyName | None, entropy_coef: float
         given = ENTROPY_RULES[given]()
     elif isinstance(given, (int, float)) and not isinstance(given, bool):
         raise ConfigError(f"entropy={given} is a weight; write entropy_coef={given}, or a rule such as 'adaptive'")
-    check_type(EntropyRule, entropy=given)
+    if given is not None and not isinstance(given, EntropyRule):
+        wanted = f"one of {', '.join(ENTROPY_RULES)}, or a value such as TopShare(share=0.2)"
+        raise wrong_kind("entropy", given, wanted)
     if isinstance(given, AdaptiveEntropy) and not given.low <= entropy_coef <= given.high:
         raise ConfigError(
             f"entropy_coef={entropy_coef} is where the weight of {given} begins; write one between low and high"

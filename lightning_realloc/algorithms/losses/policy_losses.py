@@ -20,6 +20,7 @@ from lightning_realloc.algorithms.settings import (
     check_not_negative,
     check_positive,
     check_positive_numbers,
+    wrong_kind,
 )
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.errors import ConfigError, require_choice
@@ -184,10 +185,7 @@ def resolve_policy_loss(given: PolicyLoss | PolicyLossName) -> PolicyLoss:
     if isinstance(given, PolicyLoss):
         return given
     if not isinstance(given, str):
-        raise ConfigError(
-            f"policy_loss={given!r} is a {type(given).__name__}; write a name, or a value such as "
-            f"Clip(low=0.2, high=0.28)"
-        )
+        raise wrong_kind("policy_loss", given, "a name, or a value such as Clip(low=0.2, high=0.28)")
     if given not in POLICY_LOSSES and (ours := loss_elsewhere(given)) is not None:
         raise ConfigError(f"policy_loss={given!r} must be one of {', '.join(POLICY_LOSSES)}; {given} is here {ours}")
     require_choice("policy_loss", given, tuple(POLICY_LOSSES))

@@ -129,10 +129,17 @@ class RewardSources:
         self._has_environment = has_environment
         # Check for a model first, because a configuration is iterable.
         several: list[Any] = [reward] if is_model_source(reward) else [] if reward is None else listed(reward)
+        for item in several:
+            if isinstance(item, StopProperly):
+                raise RewardError(f"{item} is no reward function; write it as missing_eos_penalty={item}")
         given: list[Any] = [item if is_model_source(item) else resolved(item) for item in several]
         factors = [1.0] * len(given) if weights is None else [float(weight) for weight in weights]
         if len(factors) != len(given) or None in map(finite_number, factors):
             raise RewardError(f"each reward needs a finite weight: {len(given)} expected; got {factors}")
+        if not has_environment and not any(factors):
+            raise RewardError(
+                f"reward_weights={factors} leave every reward 0; give one of them another weight, such as 1"
+            )
         pairs = list(zip(given, factors, strict=True))
         of_models = [(source, weight) for source, weight in pairs if is_model_source(source)]
         roles = ["reward" if number == 1 else f"reward_{number}" for number in range(1, len(of_models) + 1)]

@@ -124,6 +124,8 @@ class RewardedModule(PolicyModule):
             has_environment=self._dialogues is not None and self._dialogues.gives_rewards,
         )
         self._reward_functions = self._judges.functions
+        if self._reward_functions is not None and self._dialogues is None:
+            self._reward_functions.check_lengths(self.sampling.max_new_tokens)
         self._show_environments()
         self.evaluation_calls = ("actor.generate", *self._judges.evaluation_calls)
         for model in self._judges.models[1:]:

@@ -9,6 +9,7 @@ from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_realloc.errors import DataError, require_choice
@@ -97,6 +98,8 @@ def resolve_curriculum(setting: Curriculum | CurriculumName | None) -> Curriculu
     """Return the curriculum of a setting; DataError for another name or type."""
     if setting is None or isinstance(setting, Curriculum):
         return setting
+    if isinstance(setting, type):
+        raise DataError(f"curriculum={setting.__name__} is a class; make an object of it, as in {setting.__name__}()")
     require_choice("curriculum", setting, (*get_args(CurriculumName), "a Curriculum(...)"), DataError)
     return CURRICULA[setting]
 
@@ -113,6 +116,8 @@ class PromptHistory:
     def __init__(self, settings: Curriculum, num_rows: int, *, pass_batches: int) -> None:
         self._settings = settings
         self._pass_batches = pass_batches
+        self._has_warned = False
+        """Whether rewards outside of ``reward_range`` were warned of."""
         self._state = {
             "shares": torch.full((num_rows,), math.nan, dtype=torch.float64),
             "num_responses": torch.zeros(num_rows, dtype=torch.int64),
@@ -190,12 +195,26 @@ class PromptHistory:
         state["waits"][row] = False
         if not known:
             return None
+        self._warn_of_range(rewards)
         earlier = min(int(state["num_responses"][row]), max(0, self._settings.min_responses - len(known)))
         before = float(state["shares"][row]) * earlier if earlier else 0.0
         share = (before + sum(known)) / (earlier + len(known))
         self._let_rest(row, share, earlier + len(known), batch=batch)
         state["shares"][row], state["num_responses"][row] = share, earlier + len(known)
         return sum(known) / len(known)
+
+    def _warn_of_range(self, rewards: Sequence[float]) -> None:
+        """Warn once of rewards outside of ``reward_range``, which count as its ends."""
+        low, high = self._settings.reward_range
+        margin = 1e-6 * (high - low)
+        outside = [reward for reward in rewards if reward < low - margin or reward > high + margin]
+        if outside and not self._has_warned:
+            self._has_warned = True
+            rank_zero_warn(
+                f"a reward of {outside[0]:g} lies outside of the curriculum's reward_range=({low:g}, {high:g}), and "
+                f"counts as its nearer end; write Curriculum(reward_range=(...)) with the rewards of a wrong and of a "
+                f"right response"
+            )
 
     def _let_rest(self, row: int, share: float, num_responses: int, *, batch: int) -> None:
         settings, state = self._settings, self._state

@@ -80,9 +80,9 @@ def _stages(mix: object) -> list[tuple[int, Mapping[str, float]]]:
 
 def _normalized(weights: Mapping[str, float], names: Sequence[str]) -> dict[str, Fraction]:
     if set(weights) != set(names):
+        given = f"has weights for {', '.join(map(str, weights))}" if weights else "is empty"
         raise DataError(
-            f"mix has weights for {', '.join(map(str, weights))}, and data holds the sets {', '.join(names)}; give "
-            f"each set a weight, 0 leaves it out"
+            f"mix {given}, and data holds the sets {', '.join(names)}; give each set a weight, 0 leaves it out"
         )
     for name, weight in weights.items():
         is_number = isinstance(weight, Real) and not isinstance(weight, bool)

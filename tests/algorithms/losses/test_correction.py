@@ -147,6 +147,18 @@ def test_invalid_corrections_are_refused() -> None:
         (lambda: Correction(reject="all"), "reject='all' must be one of token, sequence, geometric, none"),  # type: ignore[arg-type]
         (lambda: Correction(least_token=1.0), "least_token=1.0 would exclude every response"),
         (lambda: Correction(max_age=-1), "max_age=-1 must be a whole number of iterations"),
+        (
+            lambda: Correction(high=3.0),
+            "high=3.0 of Correction has no effect with reject='none'; write reject='to",
+        ),
+        (
+            lambda: Correction(weigh="none", reject="token", cap=3.0),
+            "cap=3.0 of Correction has no effect with weigh=",
+        ),
+        (lambda: Correction(weigh="none"), "corrects nothing; write a weigh, a reject"),
+        (lambda: Correction(reject="geometric", low=1.1), "low=1.1 and high=2.0 exclude the ratio 1"),
+        (lambda: Correction(reject="token", high=0.9), "low=0.5 and high=0.9 exclude the ratio 1"),
+        (lambda: resolved(Correction), r"correction=Correction is a class; make an object of it, as in Correction\(\)"),
         (lambda: resolved("tis"), "correction='tis' must be one of token-truncate, sequence-mask, geometric, reject"),
         (lambda: resolved(2.0), r"correction=2.0 is a float; write one of .* or a value such as Correction\(cap=3.0\)"),
         (lambda: resolved(Correction(), ratio_to="behaviour"), "use ratio_to='proximal'"),

@@ -108,7 +108,9 @@ def test_invalid_rules_are_refused() -> None:
         (lambda: AdaptiveEntropy(low=0.5, high=0.2), "low=0.5 must lie below high=0.2"),
         (lambda: resolve("cov"), "entropy='cov' must be one of adaptive, clip-cov, kl-cov, top-share"),
         (lambda: resolve(0.01), "entropy=0.01 is a weight; write entropy_coef=0.01"),
-        (lambda: resolve([]), r"entropy=\[\] is a list; write EntropyRule"),
+        (lambda: resolve([]), r"entropy=\[\] is a list; write one of adaptive, .*, or a value such as TopShare"),
+        (lambda: resolve(True), "entropy=True is a bool; write one of adaptive, "),
+        (lambda: resolve(TopShare), r"entropy=TopShare is a class; make an object of it, as in TopShare\(\)"),
         (lambda: resolve(AdaptiveEntropy(low=0.1), 0.0), "entropy_coef=0.0 is where the weight of .* begins"),
         (lambda: resolve(None, -0.1), "entropy_coef=-0.1 may not be negative"),
     ):

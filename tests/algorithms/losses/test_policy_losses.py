@@ -152,7 +152,8 @@ def test_clipped_tokens_are_counted() -> None:
 def test_invalid_constants_and_names_are_refused() -> None:
     for make, message in (
         (lambda: Clip(most=1.1), r"most=1.1 must lie above 1 \+ high=1.2"),
-        (lambda: Clip(low=-0.1), "low=-0.1 may not be negative"),
+        (lambda: Clip(low=-0.1), "low=-0.1 may not be negative; write 0 or more"),
+        (lambda: resolve_policy_loss(Clip), r"policy_loss=Clip is a class; make an object of it, as in Clip\(\)"),
         (lambda: Clip(low="a"), "low='a' is a str; write a number"),
         (lambda: Clip(high=None), "high=None is a NoneType; write a number"),
         (lambda: Clip(most="a"), "most='a' is a str; write a number"),

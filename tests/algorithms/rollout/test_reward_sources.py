@@ -20,7 +20,7 @@ from lightning_realloc.batch.packing import pack
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.errors import ConfigError, RewardError
-from lightning_realloc.rewards import Format, Regex, Shaped
+from lightning_realloc.rewards import Format, OverlongPenalty, Regex, Shaped
 from lightning_realloc.runtime.parallel.packed_forward import sequence_scores
 from tests.algorithms import test_grpo, test_ppo
 from tests.models import byte_tokenizer, tiny_model, tiny_scorer
@@ -85,6 +85,16 @@ def test_a_response_whose_environment_failed_has_no_reward_and_changes_no_groups
         assert torch.equal(made.nan_to_num(-1.0), expected.nan_to_num(-1.0))
     advantages = ADVANTAGES["group_mean"](samples.with_columns(rewards=found.total))
     assert advantages[:3].tolist() == [0.375, -0.375, 0.0] and advantages[3].isnan()
+
+
+def test_rewards_without_an_effect_are_refused() -> None:
+    low = runs.low_tokens
+    with pytest.raises(RewardError, match=r"reward_weights=\[0\.0, 0\.0\] leave every reward 0"):
+        runs.grpo(reward=[low, low], reward_weights=[0, 0])
+    with pytest.raises(RewardError, match=r"write it as missing_eos_penalty=StopProperly\(scale=0\.5"):
+        runs.grpo(reward=[low, StopProperly(scale=0.5)])
+    with pytest.raises(RewardError, match=r"begins above 90 tokens, and max_new_tokens="):
+        runs.grpo(reward=[low, OverlongPenalty(max_length=100, buffer=10)])
 
 
 def test_each_call_scores_with_its_own_model() -> None:

@@ -216,7 +216,7 @@ def test_environments_are_functions_classes_or_import_paths() -> None:
     [
         ({"environment": 3}, "environment=3 is a int; give a class of MessageEnvironment"),
         ({"environment": "nowhere:tool"}, "environment 'nowhere:tool' cannot be imported"),
-        ({"environment": "tool"}, "^an environment's import path is 'package.module:name'; got 'tool'"),
+        ({"environment": "tool"}, "^an import path is 'package.module:name'; got 'tool' for environment"),
         ({"environment": Limited}, r"Limited cannot be called with the tokenizer alone \(.*'limit'\); give its"),
         ({"environment": lambda turn, rng: None}, r"environment <lambda> cannot be called with a Turn alone"),
         ({"conversation": Conversation(max_turns=2)}, "bounds a conversation without environment"),
