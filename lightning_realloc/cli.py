@@ -18,10 +18,12 @@ import warnings
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from itertools import chain
+from pathlib import Path
 from pydoc import locate
 from typing import Any, NoReturn
 
 import torch
+import yaml
 from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, _InstantiatorFn
@@ -31,6 +33,7 @@ from lightning_realloc.commands.file_forms import UNNAMED, file_form, form_error
 from lightning_realloc.commands.output_checks import check_outputs
 from lightning_realloc.commands.parsing import accept_moved_settings, describe_full_device, has_bf16, strategy_with
 from lightning_realloc.commands.short_run import COMMANDS, read_command_line
+from lightning_realloc.dataflow.repeated_keys import refuse_repeated_keys
 from lightning_realloc.entry import OTHER_COMMANDS, run_other, summary_of
 from lightning_realloc.errors import ConfigError, one_line_message
 from lightning_realloc.lazy_names import FORMER_NAMES
@@ -98,6 +101,16 @@ class Parser(LightningArgumentParser):
         """Return a configuration as text, without the check that parsing has made: it takes half a second."""
         text: str = super().dump(*args, **{"skip_validation": True} | options)
         return text
+
+    def parse_path(self, cfg_path: str | os.PathLike[str], *args: Any, **options: Any) -> Namespace:
+        """Parse a configuration file; an error of its YAML names the file and the line."""
+        with contextlib.suppress(OSError, UnicodeDecodeError):  # whose message is jsonargparse's
+            try:
+                refuse_repeated_keys(Path(cfg_path).read_text(encoding="utf-8"))
+            except yaml.YAMLError as error:
+                self.error(f"Problems parsing config {cfg_path}: {error}", error)
+        parsed: Namespace = super().parse_path(cfg_path, *args, **options)
+        return parsed
 
     def print_usage(self, file: Any = None) -> None:
         """Print nothing; only errors call it."""

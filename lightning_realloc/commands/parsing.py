@@ -10,6 +10,7 @@ import torch
 import yaml
 from jsonargparse import Namespace, get_loader, set_loader
 
+from lightning_realloc.dataflow.repeated_keys import refuse_repeated_keys
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.remote_path import expand_home
 from lightning_realloc_autoload import STRATEGIES
@@ -82,7 +83,12 @@ def accept_moved_settings() -> None:
 
 def load_yaml(text: str) -> Any:
     """Return the content of a YAML text. Settings that moved, and that a saved configuration has at their defaults,
-    are left out."""
+    are left out.
+
+    Raises:
+        yaml.YAMLError: for text that is no YAML, and for a mapping that has a key more than once.
+    """
+    refuse_repeated_keys(text)
     content = _LOAD_ANY_YAML(text)
     model = content.get("model") if isinstance(content, dict) else None
     settings = model.get("init_args") if isinstance(model, dict) else None

@@ -16,6 +16,7 @@ import yaml
 
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.pipeline_schedule import ScheduleName
+from lightning_realloc.dataflow.repeated_keys import refuse_repeated_keys
 from lightning_realloc.errors import LayoutError, PlanError
 from lightning_realloc.layout.dims import Layout, is_count
 from lightning_realloc.layout.model import ModelLayout, ModelSpec
@@ -138,19 +139,6 @@ _OPTIONS_OF = {
 """Option of a call's plan -> kinds of calls that use it."""
 
 
-class _EveryKeyOnce(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
-    """Safe YAML loader that rejects repeated keys; PyYAML's own keeps the last one silently."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [str(key.value) for key, _ in node.value]
-        repeated = next((key for key in keys if keys.count(key) > 1), None)
-        if repeated is not None:
-            line = node.start_mark.line + 1
-            raise PlanError(f"{repeated} is given more than once in the mapping that starts at line {line}; keep one")
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
-        return mapping
-
-
 @dataclass(frozen=True, slots=True)
 class ExecutionPlan:
     """Layout, ranks and options of every model function call.
@@ -199,8 +187,9 @@ class ExecutionPlan:
     def load(cls, path: str | Path) -> ExecutionPlan:
         """Read a YAML file; every error names the file."""
         try:
-            content = yaml.load(expand_home(Path(path)).read_text(encoding="utf-8-sig"), Loader=_EveryKeyOnce)
-            return cls.from_mapping(content)
+            text = expand_home(Path(path)).read_text(encoding="utf-8-sig")
+            refuse_repeated_keys(text)
+            return cls.from_mapping(yaml.safe_load(text))
         except UnicodeDecodeError as error:
             raise PlanError(f"plan file {path} is not text; give a YAML file with the key 'calls'") from error
         except FileNotFoundError as error:

@@ -16,6 +16,7 @@ from lightning_realloc.algorithms.rollout.conversations.partner_roles import has
 from lightning_realloc.algorithms.rollout.reward_sources import is_further
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
+from lightning_realloc.dataflow.repeated_keys import refuse_repeated_keys
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.limits import DEFAULT_MICRO_BATCH_TOKENS
@@ -273,6 +274,7 @@ def _adapters(text: str, dataflow: Dataflow) -> dict[str, AdapterSource]:
     given: Any = text
     if text.lstrip().startswith("{"):
         try:
+            refuse_repeated_keys(text)
             given = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise PlanError(f"--peft={text} is not a valid mapping ({error}); {_PEFT_EXAMPLE}") from None

@@ -27,6 +27,7 @@ from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.data.steps import StepDataModule
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
+from lightning_realloc.dataflow.repeated_keys import refuse_repeated_keys
 from lightning_realloc.errors import PlanError
 from lightning_realloc.generation import SamplingParams
 from lightning_realloc.remote_path import expand_home
@@ -131,7 +132,9 @@ def read_content(files: Sequence[str]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for file in files:
         try:
-            content = get_loader("yaml")(expand_home(Path(file)).read_text(encoding="utf-8-sig"))
+            text = expand_home(Path(file)).read_text(encoding="utf-8-sig")
+            refuse_repeated_keys(text)
+            content = get_loader("yaml")(text)
         except OSError as error:
             raise PlanError(
                 f"--config={file} cannot be read ({error.strerror}) in {Path.cwd()}; name another file"

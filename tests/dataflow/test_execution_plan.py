@@ -138,9 +138,7 @@ def test_an_option_of_the_wrong_type_is_named() -> None:
 def test_a_key_that_is_given_twice_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text("calls:\n  a: tp2\n  b: tp2\n  a: dp2\n")
-    with pytest.raises(
-        PlanError, match=r"plan file .*: a is given more than once in the mapping that starts at line 2; keep one"
-    ):
+    with pytest.raises(PlanError, match=r"plan file .*: the key a is given in line"):
         ExecutionPlan.load(path)
 
 
