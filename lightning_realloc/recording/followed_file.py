@@ -34,6 +34,8 @@ class FollowedFile(Generic[T]):
         self._head = b""
         """First bytes of the file, by which another file at its place is recognized."""
         self._error: str | None = None
+        self._has_rest = False
+        """Whether there are bytes after the last end of a line."""
 
     def update(self) -> None:
         """Read the lines that have been added; a file that was replaced or cut is read from its beginning."""
@@ -62,11 +64,19 @@ class FollowedFile(Generic[T]):
         if not self._broken:
             return None
         count, first = len(self._broken), self._broken[0]
+        if count == 1:
+            return f"{self._path.name} has 1 broken line, line {first}; it is left out"
         return f"{self._path.name} has {count} broken lines, the first is line {first}; they are left out"
+
+    @property
+    def cut(self) -> str | None:
+        """Words on a last line without an end, which is still being written unless the run has ended; None without."""
+        return f"{self._path.name} was cut in the middle of a line, which is left out" if self._has_rest else None
 
     def _forget(self) -> None:
         self.items, self._broken = [], []
         self._offset = self._number = 0
+        self._has_rest = False
         self._head = b""
 
     def _read(self, file: BinaryIO) -> None:
@@ -83,3 +93,4 @@ class FollowedFile(Generic[T]):
             except BROKEN_LINE:
                 self._broken.append(self._number)
             is_long = False
+        self._has_rest = file.tell() > self._offset

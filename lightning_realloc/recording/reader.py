@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_realloc.errors import ReallocError
-from lightning_realloc.recording.events import Event, RunStarted, event_from_json
+from lightning_realloc.recording.events import Event, RunEnded, RunStarted, event_from_json
 from lightning_realloc.recording.followed_file import FollowedFile
 from lightning_realloc.recording.iteration_record import FORMAT, IterationRecord
 from lightning_realloc.recording.rank_recorder import EVENTS_FILE, METRICS_FILE, rank_file
@@ -99,7 +99,10 @@ class RunReader:
         for rank in range(max(len(started.devices) for started, _ in fits) if self._reads_ranks else 0):
             followed = self._ranks.setdefault(rank, FollowedFile(self.folder / rank_file(rank), _rank_line))
             followed.update()
-        problems = (self._events.problem, self._metrics.problem, *(file.problem for file in self._ranks.values()))
+        files = (self._events, self._metrics, *self._ranks.values())
+        problems = [file.problem for file in files]
+        if any(isinstance(event, RunEnded) for event in fits[-1][1]):  # else the last line may still be written
+            problems += [file.cut for file in files]
         return RunRecord(self.folder, tuple(self._sessions(fits)), tuple(filter(None, problems)))
 
     def _fits(self) -> list[tuple[RunStarted, list[Event]]]:
@@ -111,7 +114,7 @@ class RunReader:
             elif event is not None and fits:
                 fits[-1][1].append(event)
         if not fits:
-            problem = self._events.problem or "it is empty"
+            problem = self._events.problem or self._events.cut or "it is empty"
             raise RecordError(f"{self.folder / EVENTS_FILE} tells of no start of a run; {problem}")
         newest = max(started.format for started, _ in fits)
         if newest > FORMAT:

@@ -87,10 +87,15 @@ def test_damaged_runs_are_listed_as_such(tmp_path: Path) -> None:
     events.write_bytes(events.read_bytes()[:40])
     write_run(tmp_path / "strange")
     (tmp_path / "strange" / "log" / "version_0" / "record" / "metrics.jsonl").write_bytes(b"\x00\xff{]\n" * 5)
+    write_scored_run(tmp_path / "half", right=100)
+    scores = tmp_path / "half" / "log" / "version_0" / "record" / SCORES_FILE
+    scores.write_bytes(scores.read_bytes() + scores.read_bytes()[:100])
     lines = json.loads(listed(tmp_path, "--json"))["runs"]
     problems = {line["name"].partition("/")[0]: line["problems"] for line in lines}
     assert problems["good"] == [] and "tells of no start of a run" in problems["cut"][0]
+    assert problems["cut"][0].endswith("; events.jsonl was cut in the middle of a line, which is left out")
     assert "5 broken lines" in problems["strange"][0]
+    assert problems["half"] == ["scores.jsonl was cut in the middle of a line, which is left out"]
 
 
 def test_mistakes_are_named_with_the_way_out(tmp_path: Path) -> None:

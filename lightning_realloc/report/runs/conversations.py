@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lightning_realloc.environments.transcript import call_text, message_text
+from lightning_realloc.errors import counted
 from lightning_realloc.recording.followed_file import BROKEN_LINE, MAX_LINE_BYTES
 from lightning_realloc.report.runs.thumbnails import IMAGES_COLUMN, checked_names
 
@@ -51,7 +52,8 @@ def read_conversations(path: Path, problems: list[str]) -> tuple[dict[str, Any],
             break
         found.append(shown)
     if num_broken:
-        problems.append(f"{path.name} has {num_broken} broken lines; they are left out")
+        left = "it is" if num_broken == 1 else "they are"
+        problems.append(f"{path.name} has {counted(num_broken, 'broken line')}; {left} left out")
     return tuple(found)
 
 

@@ -17,8 +17,9 @@ from typing import Any
 
 import yaml
 
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import ConfigError, counted
 from lightning_realloc.recording.evaluations import SCORES_FILE, EvaluationRecord
+from lightning_realloc.recording.events import RunEnded
 from lightning_realloc.recording.followed_file import FollowedFile
 from lightning_realloc.recording.rank_recorder import EVENTS_FILE, RECORD_FOLDER
 from lightning_realloc.recording.reader import RecordError, RunReader, RunRecord
@@ -170,7 +171,8 @@ class RunFolderReader:
             self._scores = folder, FollowedFile(folder / SCORES_FILE, EvaluationRecord.from_json)
         followed = self._scores[1]
         followed.update()
-        problems += filter(None, [followed.problem])
+        is_open = record is not None and not any(isinstance(event, RunEnded) for event in record.last.events)
+        problems += filter(None, [followed.problem, None if is_open else followed.cut])
         begin_s = -math.inf if record is None else record.sessions[0].started.unix_s
         found = {one.name: one for one in followed.items if one.unix_s >= begin_s}
         return dict(list(found.items())[:MAX_EVALUATIONS])
@@ -232,7 +234,8 @@ def _csv_rows(path: Path, problems: list[str]) -> Iterator[tuple[list[str], list
     except (OSError, csv.Error) as error:
         problems.append(f"{path.name} cannot be read to its end: {error}")
     if num_broken:
-        problems.append(f"{path.name} has {num_broken} rows of another length than its header; they are left out")
+        rows, left = counted(num_broken, "row"), "it is" if num_broken == 1 else "they are"
+        problems.append(f"{path.name} has {rows} of another length than its header; {left} left out")
 
 
 def _metric_rows(path: Path, problems: list[str]) -> Iterator[tuple[float, dict[str, float]]]:

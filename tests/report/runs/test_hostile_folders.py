@@ -173,7 +173,7 @@ def test_values_of_other_types_leave_a_report(tmp_path: Path, line: str) -> None
     assert section_of(data, "learning")["tables"]
     json.dumps(data, allow_nan=False)
     if "Infinity" not in line:
-        assert "rank_0.jsonl has 1 broken lines" in " ".join(data["problems"])
+        assert "rank_0.jsonl has 1 broken line" in " ".join(data["problems"])
         assert section_of(data, "time")["charts"]
 
 

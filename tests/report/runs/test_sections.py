@@ -357,7 +357,7 @@ def test_scores_of_an_earlier_run_and_broken_lines_are_left_out(folder: Path) ->
 
     data = content_of(folder)
 
-    assert data["problems"] == ["scores.jsonl has 1 broken lines, the first is line 2; they are left out"]
+    assert data["problems"] == ["scores.jsonl has 1 broken line, line 2; it is left out"]
     assert not [one for one in section_of(data, "learning")["tables"] if one["id"] == "scores"]
 
 
