@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path, PurePosixPath
@@ -93,7 +94,17 @@ def _format_of(output: Path | None) -> str:
 def _content(folder: AnyPath, others: Sequence[AnyPath], price: float | None) -> Json:
     if price is not None and not 0 <= price < math.inf:
         raise ConfigError(f"--price-per-gpu-hour={price} must be a number of at least 0")
-    return page_data(_read_run(folder), [_read_run(other) for other in others], price=price)
+    runs: dict[str, RunFolder] = {}
+    for given in (folder, *others):
+        run = _read_run(given)
+        place = str(run.log_folder.resolve() if isinstance(run.log_folder, Path) else run.log_folder)
+        if place in runs:
+            raise ConfigError(
+                f"{runs[place].name} and {run.name} are the same run, {place}; give --compare another one"
+            )
+        runs[place] = run
+    first, *compared = runs.values()
+    return page_data(first, compared, price=price)
 
 
 def _read_run(folder: AnyPath) -> RunFolder:
@@ -118,7 +129,9 @@ def run_runs(arguments: Sequence[str], write: Callable[[str], object]) -> int:
     parser.add_argument("folder", type=Path, help="folder that holds the outputs of runs, at any depth")
     parser.add_argument("--sort", choices=tuple(_ORDERS), default="date", help="order, the largest first")
     parser.add_argument("--limit", type=int, default=50, help="most runs to list; default: 50")
-    parser.add_argument("--baseline", metavar="RUN", help="run to compare all others with, by the name in the list")
+    parser.add_argument(
+        "--baseline", metavar="RUN", help="run to compare all others with: its name in the list, or its folder"
+    )
     parser.add_argument("--json", action="store_true", help="write JSON instead of a table")
     chosen = parser.parse(arguments)
     if chosen.limit < 1:
@@ -127,7 +140,7 @@ def run_runs(arguments: Sequence[str], write: Callable[[str], object]) -> int:
     found.sort(key=lambda one: _ORDERS[chosen.sort](one[1]), reverse=True)
     kept = found[: chosen.limit]
     runs = [run for run, _ in kept if run is not None]
-    baseline = _baseline(chosen.baseline, [run for run, _ in found if run is not None])
+    baseline = _baseline(chosen.baseline, chosen.folder, [run for run, _ in found if run is not None])
     sentences = regressions(runs, baseline)
     settings = dict(zip((run.name for run in runs), differing_settings(runs), strict=True))
     if chosen.json:
@@ -148,10 +161,16 @@ def _read_line(name: str, folder: Path) -> tuple[RunFolder | None, RunSummary]:
         return None, RunSummary(name=name, end="damaged", problems=(str(error),))
 
 
-def _baseline(name: str | None, runs: Sequence[RunFolder]) -> RunFolder | None:
+def _baseline(name: str | None, folder: Path, runs: Sequence[RunFolder]) -> RunFolder | None:
+    """Return the run with a name of the list, or the newest one in a folder or below, as for ``report``."""
     if name is None:
         return None
     found = [run for run in runs if run.name == name.rstrip("/")]
+    for place in (Path(name), folder / name):
+        if not found and place.is_dir():
+            with suppress(ConfigError):  # a folder without a run is none of the list, as the error below says
+                log = Path(str(RunFolderReader(place, is_brief=True).read().log_folder)).resolve()
+                found = [run for run in runs if Path(str(run.log_folder)).resolve() == log]
     if not found:
         raise ConfigError(f"--baseline={name} is none of the runs; give one of {', '.join(run.name for run in runs)}")
     return found[0]

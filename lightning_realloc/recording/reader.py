@@ -99,7 +99,7 @@ class RunReader:
         for rank in range(max(len(started.devices) for started, _ in fits) if self._reads_ranks else 0):
             followed = self._ranks.setdefault(rank, FollowedFile(self.folder / rank_file(rank), _rank_line))
             followed.update()
-        files = (self._events, self._metrics, *self._ranks.values())
+        files: tuple[FollowedFile[Any], ...] = (self._events, self._metrics, *self._ranks.values())
         problems = [file.problem for file in files]
         if any(isinstance(event, RunEnded) for event in fits[-1][1]):  # else the last line may still be written
             problems += [file.cut for file in files]

@@ -55,6 +55,17 @@ def test_runs_are_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("first", "second"), [("a", "a"), ("a", "a/log/version_0"), (".", "a"), ("a", "link"), ("a/../b", "b")]
+)
+def test_a_run_is_not_compared_with_itself(tmp_path: Path, first: str, second: str) -> None:
+    write_run(tmp_path / "b")
+    write_run(tmp_path / "a")  # the newest
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    with pytest.raises(ConfigError, match=r"are the same run, .*; give --compare another one"):
+        _run(tmp_path / first, "--compare", tmp_path / second, "--format", "md", "--output", "-")
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["missing"], "is no folder"),

@@ -75,6 +75,8 @@ def test_worse_and_slower_runs_of_equal_settings_are_named(tmp_path: Path) -> No
 
     assert f"{middle} is worse than {last}" not in listed(tmp_path)
     sentences = json.loads(listed(tmp_path, "--json", "--baseline", first))["regressions"]
+    for folder in (tmp_path / "run0", "run0", tmp_path / "run0" / "log" / "version_0" / "record"):
+        assert json.loads(listed(tmp_path, "--json", "--baseline", folder))["regressions"] == sentences
     assert len(sentences) == 2
     assert f"{last} (0.4 " in sentences[0] and f"is worse than {first}" in sentences[0]
     assert sentences[1].startswith(f"{last} takes 3 s an iteration, 3.00 times as long as {first}")

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_realloc.errors import counted
 from lightning_realloc.recording.events import PlanInstalled
 from lightning_realloc.report.runs.charts import TEXT, Json, cell, column, line, line_chart, line_of, section, table
 from lightning_realloc.report.runs.rank_time import RankTime
@@ -133,8 +134,10 @@ def comparison_section(runs: Sequence[RunFolder]) -> Json:
     names.sort(key=lambda name: not re.match(r"reward$|score$|val/|eval/", name))
     charts = [chart for name in names if (chart := _compared_chart(name, groups)) is not None]
     kept = charts[:MAX_COMPARED_CHARTS]
-    left_out = f" {len(charts) - len(kept)} charts are left out." if len(charts) > len(kept) else ""
-    sentences = [f"{len(runs)} runs in {len(groups)} groups, whose runs differ in their seed alone.{left_out}"]
+    num_more = len(charts) - len(kept)
+    left_out = f" {counted(num_more, 'chart')} {'is' if num_more == 1 else 'are'} left out." if num_more else ""
+    number = f"{counted(len(runs), 'run')} in {counted(len(groups), 'group')}"
+    sentences = [f"{number}, whose runs differ in their seed alone.{left_out}"]
     if any(run.config is None for run in runs):
         sentences.append("Runs without config.yaml are not grouped: LightningCLI and the one-line commands write it.")
     verdicts, score_tables = compared_scores(runs)
