@@ -40,6 +40,7 @@ class Comparison(NamedTuple):
 
     name: str
     first: ScoreInterval
+    """Over all questions of the run; of a comparison that is paired over a part of them, over this part."""
     second: ScoreInterval
     difference: ScoreInterval
     """The second less the first; of a paired comparison, over the questions that both have."""
@@ -79,12 +80,16 @@ def compare(first: QuestionScores, second: QuestionScores) -> list[Comparison]:
     is_paired = len(common) >= PAIRED_SHARE * min(len(first.questions), len(second.questions))
     if not names:
         return []
-    if is_paired:
-        names, means, drawn = _paired(first, second, names, common)
-    else:
-        pair = [_resampled(*_columns(one, names), seed) for one, seed in ((first, _SEED), (second, _OTHER_SEED))]
-        means, drawn = (theirs - ours for ours, theirs in zip(*pair, strict=True))
     found, others = intervals(first), intervals(second)
+    if is_paired:
+        names, ours, theirs = _paired(first, second, names, common)
+        if not len(common) == len(first.questions) == len(second.questions):
+            found, others = (dict(zip(names, _intervals(*one), strict=True)) for one in (ours, theirs))
+    else:
+        ours, theirs = (
+            _resampled(*_columns(one, names), seed) for one, seed in ((first, _SEED), (second, _OTHER_SEED))
+        )
+    means, drawn = theirs[0] - ours[0], theirs[1] - ours[1]
     return [
         Comparison(name, found[name], others[name], difference, len(common) if is_paired else None)
         for name, difference in zip(names, _intervals(means, drawn), strict=True)
@@ -93,9 +98,9 @@ def compare(first: QuestionScores, second: QuestionScores) -> list[Comparison]:
 
 def _paired(
     first: QuestionScores, second: QuestionScores, names: Sequence[str], common: Sequence[str]
-) -> tuple[list[str], Values, Values]:
-    """Return the names of scores that common questions have in both runs, with means and resampled means of
-    differences over them."""
+) -> tuple[list[str], tuple[Values, Values], tuple[Values, Values]]:
+    """Return the names of scores that common questions have in both runs, with each run's means and resampled means
+    over them."""
     rows, other_rows = (np.searchsorted(one.questions, common) for one in (first, second))
     values, weights = (column[rows] for column in _columns(first, names))
     other_values, other_weights = (column[other_rows] for column in _columns(second, names))
@@ -105,7 +110,7 @@ def _paired(
     masked = [np.where(in_both, one, 0.0)[:, has_some] for one in (weights, other_weights)]
     means, drawn = _resampled(both, np.hstack(masked))
     (ours, theirs), (ours_drawn, theirs_drawn) = np.hsplit(means, 2), np.hsplit(drawn, 2)
-    return [name for name, has in zip(names, has_some, strict=True) if has], theirs - ours, theirs_drawn - ours_drawn
+    return [name for name, has in zip(names, has_some, strict=True) if has], (ours, ours_drawn), (theirs, theirs_drawn)
 
 
 def _columns(scores: QuestionScores, names: Sequence[str]) -> tuple[Values, Values]:

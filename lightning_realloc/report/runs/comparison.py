@@ -88,10 +88,14 @@ def differences_section(runs: Sequence[RunFolder]) -> Json:
     rows = (
         [name, *(", ".join(dict.fromkeys(run.get(name, "–") for run in group)) for group in settings)] for name in names
     )
-    differing = [row for row in rows if len(set(row[1:])) > 1]
+    known = [place for place, group in enumerate(settings, 1) if any(group)]
+    differing = [row for row in rows if len({row[place] for place in known}) > 1]
     title = "Differences of settings"
     if not differing:
         missing = "No setting that the runs left in config.yaml or in their records differs, but seeds and folders."
+        if len(known) < len(groups):
+            without = [group.label for group, has in zip(groups, map(any, settings), strict=True) if not has]
+            missing = f"Without settings, in config.yaml or a record: {', '.join(without)}."
         return section("differences", title, missing=missing)
     columns = [column("setting", TEXT), *(column(group.label, TEXT) for group in groups)]
     note = "Of config.yaml, and of the record's beginning; folders of outputs are left out."
@@ -110,7 +114,8 @@ def flat_settings(run: RunFolder) -> dict[str, str]:
         found |= {f"weights of {role}": f"{number:,}" for role, number in started.roles.items()}
         found |= dict(_leaves("plan", _without(plans, ())))
     config = {name: value for name, value in (run.config or {}).items() if name != "ckpt_path"}
-    config["trainer"] = _without(config.get("trainer"), _OUTPUTS)
+    if "trainer" in config:
+        config["trainer"] = _without(config["trainer"], _OUTPUTS)
     return found | dict(_leaves("", without_secrets("", config)))
 
 

@@ -31,6 +31,9 @@ from lightning_realloc.report.runs.sections.time_use import time_section
 _SCRIPTS = ("charts", "tables", "conversations", "page", "live")
 """Scripts of the page, in order."""
 
+_OF_EVALUATIONS = ("Differences of settings", "Comparison", "Learning")
+"""Sections of a run without training."""
+
 
 def page_data(run: RunFolder, compared: Sequence[RunFolder] = (), *, price: float | None = None) -> Json:
     """Return the content of a run's report, as values of JSON without NaN.
@@ -55,10 +58,17 @@ def page_data(run: RunFolder, compared: Sequence[RunFolder] = (), *, price: floa
         "What will it cost": partial(cost_section, run, price),
         "Rollouts": partial(rollouts_section, run),
     }
+    if _is_evaluation(run):
+        builders = {title: build for title, build in builders.items() if title in _OF_EVALUATIONS}
     sections = [_build(title, build, problems) for title, build in builders.items()]
     facts = _known_facts(run, problems)
     data = {"title": f"Report of {run.name}", "facts": facts, "problems": problems, "sections": sections}
     return {name: finite_values(value) for name, value in data.items()}
+
+
+def _is_evaluation(run: RunFolder) -> bool:
+    """Return whether a run has scores alone: it trained nothing that there could be a record of."""
+    return run.record is None and not run.metrics and bool(run.evaluations)
 
 
 def _build(title: str, build: Callable[[], Json], problems: list[str]) -> Json:
@@ -80,6 +90,8 @@ def _known_facts(run: RunFolder, problems: list[str]) -> list[list[str]]:
 
 def _facts(run: RunFolder) -> list[list[str]]:
     """Return names and values of the page's head."""
+    if _is_evaluation(run):
+        return [["log", str(run.log_folder)], ["record", "scores of an evaluation, without training"]]
     if run.record is None:
         return [["log", str(run.log_folder)], ["record", "none: train with callbacks=[Timeline()]"]]
     started, last = run.record.sessions[0].started, run.record.last

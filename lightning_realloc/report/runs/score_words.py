@@ -86,7 +86,7 @@ def _test(found: Comparison, pair: Sequence[EvaluationRecord]) -> str:
     shared = f"{len(sets[0] & sets[1])} of {len(sets[1])} and {len(sets[0])} questions are the same"
     if found.num_paired is None:
         return f"unpaired bootstrap, since the questions differ: {shared}{ends}"
-    return f"paired bootstrap over the common questions, since others differ: {shared}{ends}"
+    return f"both scores and the paired bootstrap are over the common questions, since others differ: {shared}{ends}"
 
 
 def _few_questions(evaluations: Iterable[EvaluationRecord]) -> str:

@@ -184,3 +184,37 @@ def test_runs_of_one_setting_cannot_be_distinguished_and_a_better_one_can(tmp_pa
     ]  # fmt: skip
     reverse = section_of(page_data(runs[2], runs[:1]), "comparison")["sentences"]
     assert any("is worse than" in one for one in reverse)
+
+
+def _evaluated(folder: Path, number: int, *, seed: int) -> Path:
+    """Write the output of ``eval``: scores of questions, of which the first ones are easy, and nothing else."""
+    write_run(folder)
+    chances = {f"q{place}": float(place < 30) for place in range(number)}
+    log_scores(folder, "eval/gsm", chances, seed=seed)
+    log = folder / "log" / "version_0"
+    for file in (*log.glob("*.csv"), *(one for one in (log / "record").iterdir() if one.name != "scores.jsonl")):
+        file.unlink()
+    return folder
+
+
+def test_scores_and_difference_are_of_the_same_questions(tmp_path: Path) -> None:
+    runs = [read_run_folder(_evaluated(tmp_path / str(number), number, seed=number)) for number in (30, 60)]
+    data = page_data(runs[0], runs[1:])
+    verdict = section_of(data, "comparison")["sentences"][-1]
+    values = [float(one) for one in re.findall(r" \(([\d.]+) \(", verdict)]
+    assert values == [1.0, 1.0] and "difference +0 " in verdict and "30 of 60 and 30 questions are the same" in verdict
+
+
+def test_the_report_of_an_evaluation_has_no_sections_of_training(tmp_path: Path) -> None:
+    data = page_data(read_run_folder(_evaluated(tmp_path, 60, seed=0)))
+    assert [one["title"] for one in data["sections"]] == ["Learning"]
+    assert "Timeline" not in json.dumps(data)
+
+
+def test_settings_are_not_compared_with_a_run_that_left_none(tmp_path: Path) -> None:
+    first, second = _run(tmp_path / "a", 1.0, seed=0), _run(tmp_path / "b", 1.0, seed=0, rate=1e-5)
+    runs = [read_run_folder(one) for one in (first, second, _evaluated(tmp_path / "scores", 60, seed=0))]
+    differences = section_of(page_data(runs[0], [runs[2]]), "differences")
+    assert not differences["tables"] and differences["missing"].startswith("Without settings, ")
+    rows = table_of(page_data(runs[0], runs[1:]), "differences", "differences")["rows"]
+    assert [row[0] for row in rows] == ["model.learning_rate"]
