@@ -65,6 +65,7 @@ SHORT_NAMES: Sequence[type] = tuple(
     )
 )
 """Classes that a configuration can name without their module: they are imported here. Others need the class path."""
+_CHOICES = re.compile(r"Expected a typing\.Literal\[([^\]]*)\]")
 _UNKNOWN_CLASS = re.compile(
     r"Expected a dot import path string: ([\w.+-]+)|"
     r"Problem with given class_path '([\w.]+)':\s+(?:module '.*' has no attribute|No module named)"
@@ -178,6 +179,10 @@ def _class_hint(name: str, message: str) -> str:
         return (
             f"{name!r} is a strategy with its defaults; to change one, write --trainer.strategy ReallocStrategy first"
         )
+    choices = [choice for found in _CHOICES.findall(message) for choice in re.findall("'([^']*)'", found)]
+    if choices and "." not in name and not name[0].isupper():
+        near = difflib.get_close_matches(name, choices, n=1)
+        return f"{name!r} is none of {', '.join(choices)}" + (f"; did you mean {near[0]}?" if near else "")
     packages = ("lightning_realloc.rewards", "lightning_realloc")
     known = {public: f"{package}.{public}" for package in packages for public in import_module(package).__all__}
     known |= {short.__name__: short.__name__ for short in SHORT_NAMES}

@@ -527,6 +527,7 @@ MISTAKES = [
         "{loss_average: token}",
         "loss_average is a setting of GRPO or PPO or RLOO; write it under the init",
     ),
+    ("--model.correction", "geometry", "; did you mean geometric?"),
     ("--model.sampling.max_tokens", "7", "SamplingParams has no setting max_tokens; here it is max_new_tokens="),
     ("--model.sampling.top_p", "7", "error: top_p=7.0 must lie in (0, 1]"),
     ("--data.data", "nowhere.jsonl", "error: no file at 'nowhere.jsonl'"),

@@ -33,7 +33,7 @@ from lightning_realloc.rewards.signatures import (
     unique_names,
 )
 from lightning_realloc.rewards.signatures import RewardFunction as RewardFunction
-from lightning_realloc.rewards.texts import describe_completion
+from lightning_realloc.rewards.texts import describe_completion, shortened
 from lightning_realloc.runtime.event_loop import EventLoop
 
 log = logging.getLogger(__name__)
@@ -322,9 +322,14 @@ class RewardFunctions:
     def _require_a_reward(self, without_reward: Tensor, given: Mapping[str, Any]) -> None:
         if bool(without_reward.any()):
             index = int(without_reward.nonzero()[0])
+            read = sorted(
+                {column for function in self.functions for column in required_columns(function)} & given.keys()
+            )
+            row = ", ".join(f"{column}={shortened(given[column][index])}" for column in read)
+            way_out = f"; its row has {row}: correct that, or leave the row out" if row else ""
             raise RewardError(
                 f"at least one reward function must apply to every completion; all of {list(self.names)} returned "
-                f"None for {describe_completion(index, given)}"
+                f"None for {describe_completion(index, given)}{way_out}"
             )
 
     def _named(self) -> Iterator[tuple[str, RewardFunction]]:

@@ -16,7 +16,7 @@ import torch
 from transformers import TrainerState
 
 from lightning_realloc.errors import RewardError
-from lightning_realloc.rewards import Failed, RewardFunctions, Rewards, Shaped, exact_match
+from lightning_realloc.rewards import Failed, NumericAnswer, RewardFunctions, Rewards, Shaped, exact_match
 
 PROMPTS = ["1+1=", "1+2="]
 COMPLETIONS = ["2", " 4\n"]
@@ -139,6 +139,13 @@ def test_a_function_may_name_only_the_columns_that_it_needs() -> None:
 def test_invalid_rewards_are_refused_with_function_prompt_and_completion(value: object, rule: str) -> None:
     with pytest.raises(RewardError, match=rule):
         _judge(returning(value))
+
+
+@pytest.mark.parametrize("answer", ["none of them", None])
+def test_the_row_is_named_that_no_function_can_judge(answer: object) -> None:
+    with pytest.raises(RewardError) as caught:
+        _judge(NumericAnswer(reader="plain"), answer=["2", answer], source=["a", "b"])
+    assert f"; its row has answer={answer!r}: correct that, or leave the row out" in str(caught.value)
 
 
 def test_rewards_that_have_a_finite_deviation_are_accepted_and_larger_sums_refused() -> None:

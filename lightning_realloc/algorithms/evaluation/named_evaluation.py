@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import NoReturn
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lightning_realloc.algorithms.base.evaluation import EVALUATION, EvaluatingCallback
@@ -140,6 +142,9 @@ class Evaluation(EvaluatingCallback):
             samples = module.run_evaluation(one, one.table, one.calls(module))
             scores[one.prefix] = one.scores(module, samples)
             metrics |= one.metrics(module, samples, scores[one.prefix])
+            for callback, monitor in _monitors(trainer):
+                if monitor.startswith(f"{one.prefix}/") and monitor not in metrics:
+                    _refuse_monitor(callback, monitor, [name for name in metrics if name.startswith(f"{one.prefix}/")])
         module.question_scores |= scores
         known = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
         trainer._logger_connector._callback_metrics.update(known)
@@ -159,20 +164,39 @@ class Evaluation(EvaluatingCallback):
         """Raise ConfigError for callbacks that wait for a score of these sets which none of them has."""
         known = {name for one in self._loaded for name in one.score_names(module)}
         all_sets = {name for one in trainer_callbacks(trainer) if isinstance(one, Evaluation) for name in one.sets}
-        for callback in trainer_callbacks(trainer):
-            monitor = getattr(callback, "monitor", None)
-            if not isinstance(monitor, str) or not monitor.startswith(EVALUATION):
-                continue
+        for callback, monitor in _monitors(trainer):
             _, name, *score = monitor.split("/")
             is_other = bool(score) and re.match(r"accuracy|pass@|maj@", score[0]) is None
-            if name in all_sets and (name not in self.sets or monitor in known or is_other):
-                continue
-            near = difflib.get_close_matches(monitor, known, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ConfigError(
-                f"{type(callback).__name__}(monitor={monitor!r}) waits for a metric that no evaluation set logs; "
-                f"{hint}the scores are {', '.join(sorted(known))}"
+            if name not in all_sets or (name in self.sets and monitor not in known and not is_other):
+                _refuse_monitor(callback, monitor, known)
+            if name in self.sets:
+                self._check_interval(callback, name)
+
+    def _check_interval(self, callback: Callback, name: str) -> None:
+        """Warn about a checkpoint callback that looks for a score in iterations without one."""
+        steps, every = getattr(callback, "_every_n_train_steps", 0), self.sets[name].every or self.every
+        if isinstance(callback, ModelCheckpoint) and steps and every and steps % every:
+            rank_zero_warn(
+                f"ModelCheckpoint(every_n_train_steps={steps}) finds scores of the set {name!r} in some iterations "
+                f"only: it is evaluated every {every}; let every_n_train_steps be a multiple of {every}"
             )
+
+
+def _monitors(trainer: Trainer) -> Iterator[tuple[Callback, str]]:
+    """Yield the callbacks that wait for a metric of an evaluation set, with its name."""
+    for callback in trainer_callbacks(trainer):
+        monitor = getattr(callback, "monitor", None)
+        if isinstance(monitor, str) and monitor.startswith(EVALUATION):
+            yield callback, monitor
+
+
+def _refuse_monitor(callback: Callback, monitor: str, known: Collection[str]) -> NoReturn:
+    near = difflib.get_close_matches(monitor, known, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise ConfigError(
+        f"{type(callback).__name__}(monitor={monitor!r}) waits for a metric that no evaluation set logs; "
+        f"{hint}there are {', '.join(sorted(known))}"
+    )
 
 
 def _put_before_checkpoints(trainer: Trainer, callback: Evaluation) -> None:

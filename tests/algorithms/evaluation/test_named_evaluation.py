@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -262,7 +263,7 @@ def test_sets_that_cannot_be_used_are_refused_before_the_first_step() -> None:
     refused("two Evaluation callbacks have a set 'own'", only, Evaluation({"own": only}))
     refused("RewardModel has none; remove the callback", only, module=RewardModel(actor(), tokenizer=byte_tokenizer()))
     refused("OnPolicyDistillation has no rewards", EvaluationSet(ROWS), module=OnPolicyDistillation(actor(), actor()))
-    for monitor in ("eval/onw/accuracy", "eval/own/pass@2", "eval/own"):
+    for monitor in ("eval/onw/accuracy", "eval/own/pass@2", "eval/own", "eval/own/acc"):
         refused("no evaluation set logs; .*eval/own/accuracy", only, EarlyStopping(monitor))
     with pytest.raises(PlanError, match=r"actor.generate, .* does not have.*callbacks=\[Evaluation"):
         strategy = ReallocStrategy({"calls": {"actor.train": "dp1", "actor.generate": "dp1"}})
@@ -273,6 +274,19 @@ def test_sets_that_cannot_be_used_are_refused_before_the_first_step() -> None:
         from lightning.pytorch.demos.boring_classes import BoringModel
 
         load(BoringModel(), Evaluation({"own": only}))
+
+
+def test_checkpoints_between_evaluations_are_warned_of(tmp_path: Path) -> None:
+    def warnings_of(steps: int) -> list[str]:
+        one = EvaluationSet(ROWS, reward=varied, sampling=GREEDY)
+        keep = ModelCheckpoint(tmp_path, monitor="eval/own/accuracy", every_n_train_steps=steps)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            load(runs.sft(actor=actor()), Evaluation({"own": one}, every=2), keep, enable_checkpointing=True)
+        return [str(each.message) for each in found if "every_n_train_steps" in str(each.message)]
+
+    assert "let every_n_train_steps be a multiple of 2" in warnings_of(3)[0]
+    assert not warnings_of(4)
 
 
 def test_wrong_settings_are_named() -> None:
