@@ -57,10 +57,19 @@ def test_the_trial_needs_nine_in_ten_from_make_test_and_all_from_test_all(
 
 
 def test_processes_that_were_started_for_a_folder_are_killed(tmp_path: Path) -> None:
-    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
-    ours = subprocess.Popen(sleep, env=os.environ | {"PYTHONPATH": str(tmp_path)}, start_new_session=True)
-    other = subprocess.Popen(sleep, env=os.environ | {"PYTHONPATH": "elsewhere"})
+    sleep = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
+    ours, other = (
+        subprocess.Popen(
+            sleep,
+            env=os.environ | {"PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            start_new_session=path == str(tmp_path),
+        )
+        for path in (str(tmp_path), "elsewhere")
+    )
     try:
+        for process in (ours, other):
+            assert process.stdout is not None and process.stdout.readline(), "its variables can be read from now on"
         kill_processes(tmp_path)
         assert ours.wait(10) == -signal.SIGKILL and other.poll() is None
     finally:

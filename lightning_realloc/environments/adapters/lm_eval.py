@@ -21,6 +21,7 @@ from lm_eval.tasks import TaskManager
 from lightning_realloc.environments.message_environment import Message
 from lightning_realloc.errors import ConfigError, DataError, describe_error
 from lightning_realloc.generation import SamplingParams
+from lightning_realloc.remote_path import expand_home
 from lightning_realloc.rewards.texts import completion_texts
 
 COLUMN = "lm_eval"
@@ -133,8 +134,8 @@ class LmEvalTask:
 
 def _load(name: str) -> Task:
     """Return the task of a name or of a YAML file."""
-    known = _known_tasks()
-    if name not in known.task_index and not Path(name).expanduser().is_file():
+    known, name = _known_tasks(), expand_home(name)
+    if name not in known.task_index and not Path(name).is_file():
         raise ConfigError(
             f"lm-eval has no task {name!r}, and there is no such YAML file; `lm-eval ls tasks` lists the names"
         )
