@@ -258,20 +258,19 @@ class ServedEngine:
 
 
 def _load(path: str) -> Any:
-    """Return the module in a file, by its path from this one's folder."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, Path(__file__).parent / path)
-    assert spec is not None and spec.loader is not None
-    sys.modules[Path(path).stem] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """Return the module in a file, by its path from this one's folder. It is loaded once in each process."""
+    name = Path(path).stem
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / path)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
 
 
 def _in_worker(worker: Any, path: str, function: str, *arguments: Any) -> Any:
     """Call a function of a file next to this one, with a worker."""
-    files = vars(worker).setdefault("files_of_child", {})
-    if path not in files:
-        files[path] = _load(path)
-    return getattr(files[path], function)(worker, *arguments)
+    return getattr(_load(path), function)(worker, *arguments)
 
 
 def _end_with_workers() -> None:

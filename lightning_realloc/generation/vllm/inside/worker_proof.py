@@ -29,11 +29,12 @@ _COPYING = frozenset({"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddi
 
 def _load_checksums() -> Any:
     name = "lightning_realloc_checksums"
-    spec = importlib.util.spec_from_file_location(name, _CHECKSUMS)
-    assert spec is not None and spec.loader is not None
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, _CHECKSUMS)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
 
 
 Fault = tuple[str, str]
@@ -60,9 +61,9 @@ class Arrivals:
         """Name -> checksums of the pieces of a weight that arrived as announced."""
         self._faults: list[Fault] = []
 
-    def record(self, weights: Mapping[str, Tensor]) -> None:
-        """Take checksums of tensors that arrived."""
-        self.counts.update(weights.keys())
+    def record(self, weights: Mapping[str, Tensor], names: Iterable[str]) -> None:
+        """Take checksums of tensors that arrived. ``names`` are theirs, each as often as it arrived."""
+        self.counts.update(names)
         families: dict[int, list[str]] = {}
         for name, weight in weights.items():
             family = self.announced.get(name)
@@ -155,8 +156,7 @@ class WorkerProof:
         """Return the weights that vLLM may load: none of another name, dtype or shape."""
         begin = time.perf_counter()
         assert self._arrivals is not None and self._places is not None
-        self._arrivals.record(dict(given))
-        self._arrivals.counts.update(Counter(name for name, _ in given) - Counter(set(dict(given))))
+        self._arrivals.record(dict(given), (name for name, _ in given))
         given = [(name, weight) for name, weight in given if name in self._arrivals.sums]
         for name, weight in given:
             places = self._places.get(name, ())
@@ -335,8 +335,7 @@ def check_adapters(
     begin = time.perf_counter()
     arrivals, names = Arrivals(opening), vars(worker).pop("taken_names", [])
     kept = {name.removeprefix("base_model.model."): weight for name, weight in worker.taken_adapters.items()}
-    arrivals.record({name: kept[name] for name in names})
-    arrivals.counts = Counter(names)
+    arrivals.record({name: kept[name] for name in names}, names)
     faults, uncompared = arrivals.faults(label, expected), list[str]()
     if not faults:
         faults, uncompared = _slot_faults(worker.model_runner.lora_manager, number)
