@@ -65,6 +65,19 @@ class Drawing(MessageEnvironment):
         return StepResult([{"role": "user", "content": "c"}], images=[image], reward=float(wide) + 0.1 * len(text))
 
 
+class DrawingOnce(Drawing):
+    """Ends the conversations of questions with one image after the first turn, so that some end long before others."""
+
+    def reset(self, row: Mapping[str, Any]) -> list[Any]:
+        """Note the number of images."""
+        self.is_short = len(row["images"]) == 1
+        return super().reset(row)
+
+    def step(self, message: Mapping[str, Any]) -> StepResult:
+        """Draw, or end the conversation."""
+        return StepResult(reward=0.0, done=True) if self.is_short else super().step(message)
+
+
 def brightness(prompts: list[Any], completions: list[Any]) -> list[float]:
     """Reward bright images in prompts and answers."""
     shown = ([*shown_in(prompt), *shown_in(talk)] for prompt, talk in zip(prompts, completions, strict=True))
@@ -155,11 +168,11 @@ def test_a_batch_whose_answers_show_images_waits_in_a_checkpoint(workers: Worker
 def _continue(folder: str) -> list[list[dict[int, list[int]]]]:
     """Return the responses of runs without a budget, with one, and from a checkpoint of the second, by sample id."""
     saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
-    budget = GenerationOptions(rollout_budget=RolloutBudget(tokens=60))
+    budget = GenerationOptions(rollout_budget=RolloutBudget(tokens=50))
     found = []
     for settings in ({}, {"callbacks": [saving]}, {"resume": f"{folder}/step=1.ckpt"}):
         module = noted(runs.RecordedGRPO)(
-            tiny_vision_model("llava"), reference=tiny_vision_model("llava", seed=1), environment=Drawing,
+            tiny_vision_model("llava"), reference=tiny_vision_model("llava", seed=1), environment=DrawingOnce,
             conversation=BOUNDS, sampling=SAMPLING, learning_rate=0.0, tokenizer=tiny_processor("llava"),
             generation=budget if settings else GenerationOptions(),
         )  # fmt: skip
