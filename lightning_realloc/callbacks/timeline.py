@@ -51,7 +51,7 @@ from lightning_realloc.remote_path import AnyPath, RemotePath, as_path
 from lightning_realloc.runtime.measure.usage import EnergyMeter, resident_bytes
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.transfer.executor import ReallocationReport
-from lightning_realloc.scores.question_scores import QuestionScores
+from lightning_realloc.scores.question_scores import HELD_OUT, QuestionScores
 from lightning_realloc.trainers import planned_iterations, trainer_callbacks
 from lightning_realloc.tuning.candidates import PlanEvaluator
 
@@ -200,7 +200,7 @@ class Timeline(PhaseCallback):
         self._num_iterations += 1
         if has_image:
             self._log_image(trainer, made.pieces or ())
-        self._write_metrics(trainer, lambda name: not name.startswith(("val/", "test/", "eval/")))
+        self._write_metrics(trainer, lambda name: not name.startswith((*HELD_OUT, "test/")))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the validation out of the next iteration."""

@@ -22,6 +22,10 @@ from lightning_realloc.errors import ConfigError
 Values = NDArray[np.float64]
 ACCURACY, NUM_QUESTIONS = "accuracy", "num_questions"
 """Names of the share of right responses, and of the number of questions."""
+EVALUATION = "eval/"
+"""Beginning of the names of metrics of evaluation sets."""
+HELD_OUT = ("val/", EVALUATION)
+"""Beginnings of the names of metrics of held-out samples in a fit."""
 MAX_RESPONSES = 1 << 16
 """Largest number of responses to a question that is read; binomial coefficients of more take seconds."""
 _LOADER = "/dataloader_idx_"

@@ -22,12 +22,10 @@ from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError, DataError, ReallocError
 from lightning_realloc.generation import Engine, SamplingParams
 from lightning_realloc.scores.bootstrap import intervals
-from lightning_realloc.scores.question_scores import NUM_QUESTIONS, QuestionScores, interval_names
+from lightning_realloc.scores.question_scores import EVALUATION, NUM_QUESTIONS, QuestionScores, interval_names
 from lightning_realloc.trainers import trainer_callbacks
 
 log = logging.getLogger(__name__)
-EVALUATION = "eval/"
-"""Beginning of the names of metrics of evaluation sets."""
 
 
 class EvaluatingCallback(Callback):

@@ -9,7 +9,6 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_realloc.algorithms.base.evaluation import EVALUATION
 from lightning_realloc.algorithms.base.loaded_weights import is_model_source
 from lightning_realloc.algorithms.base.module import MultiModelModule
 from lightning_realloc.algorithms.base.rollout_columns import (
@@ -35,7 +34,7 @@ from lightning_realloc.generation import Engine, SamplingParams
 from lightning_realloc.generation.core.params import is_of_kind
 from lightning_realloc.rewards.functions import RewardFunctions, listed
 from lightning_realloc.scores.bootstrap import intervals
-from lightning_realloc.scores.question_scores import NUM_QUESTIONS, QuestionScores, Response, interval_names
+from lightning_realloc.scores.question_scores import EVALUATION, NUM_QUESTIONS, QuestionScores, Response, interval_names
 
 MAX_NEW_TOKENS = 512
 """Tokens of a response by algorithms that sample none. More are seldom needed for a final answer without a thought."""

@@ -14,14 +14,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_realloc.algorithms.base.evaluation import EVALUATION, EvaluatingCallback
+from lightning_realloc.algorithms.base.evaluation import EvaluatingCallback
 from lightning_realloc.algorithms.base.module import MultiModelModule
 from lightning_realloc.algorithms.base.vocabulary import check_token_ids
 from lightning_realloc.algorithms.evaluation.evaluation_set import EvaluationSet, LoadedSet, check_count
 from lightning_realloc.algorithms.settings import check_type
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.rewards.functions import RewardFunctions
-from lightning_realloc.scores.question_scores import QuestionScores
+from lightning_realloc.scores.question_scores import EVALUATION, QuestionScores
 from lightning_realloc.trainers import dispatch, is_last_iteration, trainer_callbacks
 
 _NAME = re.compile(r"[\w.-]+")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.recording.iteration_record import IterationRecord
 from lightning_realloc.recording.reader import RunRecord, Session
+from lightning_realloc.scores.question_scores import HELD_OUT
 
 if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily
@@ -70,7 +71,7 @@ def _families(runs: Mapping[str, RunRecord]) -> Iterator[GaugeMetricFamily]:
 def _latest_metrics(session: Session) -> dict[str, float]:
     """Return name -> latest value; held-out metrics are older than those of training."""
     rows = list(reversed(session.metrics))
-    held_out = [next((row for row in rows if _has_prefix(row.values, one)), None) for one in ("val/", "eval/")]
+    held_out = [next((row for row in rows if _has_prefix(row.values, one)), None) for one in HELD_OUT]
     training = next((row for row in rows if all(row is not one for one in held_out)), None)
     latest = (*held_out, training)
     return {name: value for row in latest if row is not None for name, value in row.values.items()}

@@ -19,10 +19,11 @@ from lightning_realloc.recording.events import PlanInstalled
 from lightning_realloc.report.runs.charts import TEXT, Json, cell, column, line, line_chart, line_of, section, table
 from lightning_realloc.report.runs.rank_time import RankTime
 from lightning_realloc.report.runs.run_folder import RunFolder
-from lightning_realloc.report.runs.score_words import compared_scores
+from lightning_realloc.report.runs.score_words import accuracy_sentences, compare_runs, compared_table
 from lightning_realloc.report.runs.sections.learning import metric_title, trained_roles
 from lightning_realloc.report.runs.series import Series, Values, largest_triangles, rounded
 from lightning_realloc.rewards.texts import without_secrets
+from lightning_realloc.scores.question_scores import HELD_OUT
 
 _SEEDS = ("seed", "seed_everything")
 """Settings in which runs of a group may differ, as in `_OUTPUTS`."""
@@ -136,7 +137,7 @@ def comparison_section(runs: Sequence[RunFolder]) -> Json:
     """Return the section that compares runs with the first one."""
     groups = group_runs(runs)
     names = sorted({name for run in runs for name in run.metrics if not re.fullmatch(_NOT_COMPARED, name)})
-    names.sort(key=lambda name: not re.match(r"reward$|score$|val/|eval/", name))
+    names.sort(key=lambda name: not (name in ("reward", "score") or name.startswith(HELD_OUT)))
     charts = [chart for name in names if (chart := _compared_chart(name, groups)) is not None]
     kept = charts[:MAX_COMPARED_CHARTS]
     num_more = len(charts) - len(kept)
@@ -145,9 +146,9 @@ def comparison_section(runs: Sequence[RunFolder]) -> Json:
     sentences = [f"{number}, whose runs differ in their seed alone.{left_out}"]
     if any(run.config is None for run in runs):
         sentences.append("Runs without config.yaml are not grouped: LightningCLI and the one-line commands write it.")
-    verdicts, score_tables = compared_scores(runs)
-    sentences += verdicts
-    tables = [*score_tables, _final_table(sorted(names), groups), _seconds_table(groups)]
+    compared = [one for other in runs[1:] for one in compare_runs(runs[0], other)]
+    sentences += accuracy_sentences(compared)
+    tables = [*compared_table(compared), _final_table(sorted(names), groups), _seconds_table(groups)]
     return section("comparison", "Comparison", sentences=sentences, charts=kept, tables=tables)
 
 

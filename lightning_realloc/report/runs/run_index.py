@@ -11,7 +11,7 @@ from typing import Any
 from lightning_realloc.recording.events import PlanInstalled, RunEnded
 from lightning_realloc.report.runs.comparison import flat_settings, group_runs
 from lightning_realloc.report.runs.run_folder import RunFolder
-from lightning_realloc.report.runs.score_words import compared_scores, full_name, shown_interval
+from lightning_realloc.report.runs.score_words import accuracy_sentences, compare_runs, full_name, shown_interval
 from lightning_realloc.report.runs.sections.run_cost import iteration_seconds
 from lightning_realloc.scores.bootstrap import ScoreInterval, intervals
 from lightning_realloc.scores.question_scores import ACCURACY
@@ -106,8 +106,7 @@ def regressions(runs: Sequence[RunFolder], baseline: RunFolder | None = None) ->
 
 
 def _worsened(before: RunFolder, after: RunFolder) -> Iterator[str]:
-    verdicts, _ = compared_scores([before, after])
-    yield from (verdict for verdict in verdicts if f"is worse than {before.name}" in verdict)
+    yield from accuracy_sentences(one for one in compare_runs(before, after) if one.result == "worse")
     times = [[] if run.record is None else iteration_seconds(run.record)[1:] for run in (before, after)]
     if min(map(len, times)) >= MIN_TIMED:
         earlier, later = map(median, times)

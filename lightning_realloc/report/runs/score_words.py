@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from lightning_realloc.recording.evaluations import EvaluationRecord
 from lightning_realloc.report.runs.charts import TEXT, Json, column, table
@@ -31,49 +32,66 @@ def scores_table(run: RunFolder) -> list[Json]:
     return [table("scores", "Scores of held-out questions", columns, rows, note=note)]
 
 
-def compared_scores(runs: Sequence[RunFolder]) -> tuple[list[str], list[Json]]:
-    """Return sentences on the accuracy of runs and the first one, and a table of all scores; both may be empty."""
-    first, *others = runs
-    sentences, rows = [], []
-    for other in others:
-        for name, evaluation in first.evaluations.items():
-            if name not in other.evaluations:
-                continue
-            pair = evaluation, other.evaluations[name]
-            for found in compare(*(one.scores for one in pair)):
-                if found.name == ACCURACY:
-                    sentences.append(_verdict(found, pair, (first.name, other.name)))
-                rows.append(_compared_row(found, pair, other.name))
-    if not rows:
-        return [], []
+@dataclass(frozen=True, slots=True)
+class ComparedScore:
+    """A score of two runs' latest evaluations of the same name."""
+
+    found: Comparison
+    evaluations: tuple[EvaluationRecord, EvaluationRecord]
+    runs: tuple[str, str]
+    """Names of the runs: the second is compared with the first."""
+
+    @property
+    def result(self) -> str:
+        """What the interval of the difference says of the second run."""
+        if not self.found.is_clear:
+            return "cannot be distinguished"
+        return "better" if self.found.difference.low > 0 else "worse"
+
+    def sentence(self) -> str:
+        """Return both values, the difference and the test in words."""
+        first, second = (
+            f"{run} ({shown_interval(one)})"
+            for run, one in zip(self.runs, (self.found.first, self.found.second), strict=True)
+        )
+        name = full_name(self.evaluations[0], self.found.name)
+        said = f"is {self.result} than {first}" if self.found.is_clear else f"and {first} {self.result}"
+        difference = shown_interval(self.found.difference, sign="+")
+        test = _test(self.found, self.evaluations)
+        return f"{name}: {second} {said}; difference {difference}, {test}.{_few_questions(self.evaluations)}"
+
+    def row(self) -> list[object]:
+        """Return the cells of :func:`compared_table`."""
+        values = (_interval_cell(one) for one in (self.found.second, self.found.first))
+        number = self.found.num_paired
+        test = "unpaired" if number is None else f"paired, {number} questions"
+        name = full_name(self.evaluations[0], self.found.name)
+        return [name, self.runs[1], *values, _interval_cell(self.found.difference, sign="+"), self.result, test]
+
+
+def compare_runs(first: RunFolder, second: RunFolder) -> list[ComparedScore]:
+    """Return the scores that both runs have, compared."""
+    pairs = ((one, second.evaluations[name]) for name, one in first.evaluations.items() if name in second.evaluations)
+    names = first.name, second.name
+    return [ComparedScore(found, pair, names) for pair in pairs for found in compare(*(one.scores for one in pair))]
+
+
+def accuracy_sentences(compared: Iterable[ComparedScore]) -> list[str]:
+    """Return a sentence on each accuracy."""
+    return [one.sentence() for one in compared if one.found.name == ACCURACY]
+
+
+def compared_table(compared: Sequence[ComparedScore]) -> list[Json]:
+    """Return a table of scores, if there are any."""
+    if not compared:
+        return []
     headers = ("score", "run", "value", "first run's value", "difference", "result", "test")
     columns = [column(header, TEXT if header in ("score", "run", "result", "test") else "number") for header in headers]
     note = (
         "Latest evaluations, with 95 % intervals. They compare these models on questions of this kind; other seeds of "
         "training would differ by more."
     )
-    return sentences, [table("compared-scores", "Scores", columns, rows, note=note)]
-
-
-def _compared_row(found: Comparison, pair: Sequence[EvaluationRecord], run: str) -> list[object]:
-    values = (_interval_cell(one) for one in (found.second, found.first))
-    result = "cannot be distinguished" if not found.is_clear else "better" if found.difference.low > 0 else "worse"
-    test = "unpaired" if found.num_paired is None else f"paired, {found.num_paired} questions"
-    return [full_name(pair[0], found.name), run, *values, _interval_cell(found.difference, sign="+"), result, test]
-
-
-def _verdict(found: Comparison, pair: Sequence[EvaluationRecord], runs: Sequence[str]) -> str:
-    """Return a sentence on a score of two runs: both values, the difference and the test."""
-    first, second = (
-        f"{run} ({shown_interval(one)})" for run, one in zip(runs, (found.first, found.second), strict=True)
-    )
-    name = full_name(pair[0], found.name)
-    if not found.is_clear:
-        result = f"{name}: {second} and {first} cannot be distinguished"
-    else:
-        result = f"{name}: {second} is {'better' if found.difference.low > 0 else 'worse'} than {first}"
-    difference = shown_interval(found.difference, sign="+")
-    return f"{result}; difference {difference}, {_test(found, pair)}.{_few_questions(pair)}"
+    return [table("compared-scores", "Scores", columns, [one.row() for one in compared], note=note)]
 
 
 def _test(found: Comparison, pair: Sequence[EvaluationRecord]) -> str:

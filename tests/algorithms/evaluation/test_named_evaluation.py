@@ -31,7 +31,7 @@ from lightning_realloc.algorithms.dpo import DPO
 from lightning_realloc.errors import ConfigError, DataError, PlanError, RewardError
 from lightning_realloc.generation import SamplingParams
 from lightning_realloc.report.runs.run_folder import read_run_folder
-from lightning_realloc.report.runs.score_words import compared_scores
+from lightning_realloc.report.runs.score_words import accuracy_sentences, compare_runs
 from lightning_realloc.rewards import exact_match
 from lightning_realloc.scores.question_scores import QuestionScores
 from tests.models import byte_tokenizer, tiny_model
@@ -145,7 +145,7 @@ def test_scores_equal_those_of_hugging_face_and_the_best_checkpoint_is_kept_also
     assert run.evaluations.keys() == {"eval/greedy", "eval/sampled"}
     assert run.evaluations["eval/sampled"].scores == module.question_scores["eval/sampled"]
     assert run.metrics["eval/greedy/accuracy"].steps.tolist() == [0, 3, 5]
-    sentences, _ = compared_scores([run, run])
+    sentences = accuracy_sentences(compare_runs(run, run))
     assert sentences[0].startswith("eval/greedy/accuracy: ") and "paired bootstrap over 5 questions" in sentences[0]
 
 

@@ -24,7 +24,7 @@ from lightning_realloc.report.runs.run_folder import RunFolder
 from lightning_realloc.report.runs.score_words import scores_table
 from lightning_realloc.report.runs.sections.findings import MIN_POINTS, find_unusual, num_if_short
 from lightning_realloc.report.runs.series import Series, largest_triangles, rounded
-from lightning_realloc.scores.question_scores import interval_names
+from lightning_realloc.scores.question_scores import EVALUATION, interval_names
 
 MAX_FURTHER_CHARTS = 24
 """Charts of metrics that no other chart shows; more make the page long."""
@@ -32,7 +32,7 @@ MAX_LINES = 12
 """Lines of a chart; more look alike."""
 
 
-_HELD_OUT = r"(val/|eval/[^/]+/)"
+_HELD_OUT = rf"(val/|{EVALUATION}[^/]+/)"
 """Beginning of the names of metrics of held-out samples."""
 
 
