@@ -374,6 +374,7 @@ def test_dpo_and_sft_fit_validate_test_and_predict(workers: WorkerPool, folder: 
 
 RULES = [
     "rewards.digits",
+    "format",
     "./scorer",  # a model
     {"class_path": "lightning_realloc.rewards.Regex", "init_args": {"pattern": "[a-z]"}},
     {"class_path": "lightning_realloc.rewards.NumericAnswer", "init_args": {"reader": "plain"}},

@@ -6,12 +6,11 @@ import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, get_args
 
 import lightning as L
 
-from lightning_realloc.algorithms.evaluation.evaluation_set import LIBRARIES, MAX_NEW_TOKENS, EvaluationSet
+from lightning_realloc.algorithms.evaluation.evaluation_set import MAX_NEW_TOKENS, EvaluationSet
 from lightning_realloc.algorithms.evaluation.named_evaluation import Evaluation
 from lightning_realloc.algorithms.rollout.accuracy import Accuracy
 from lightning_realloc.algorithms.rollout.final_answers import AUTO
@@ -19,6 +18,7 @@ from lightning_realloc.algorithms.sft import SFT
 from lightning_realloc.callbacks.timeline import Timeline
 from lightning_realloc.commands.chat_session import model_folder, model_sources
 from lightning_realloc.commands.command_parser import CommandParser
+from lightning_realloc.commands.evaluation_sets import has_own_rule, named_sets
 from lightning_realloc.commands.parsing import has_bf16
 from lightning_realloc.commands.reward_names import describe_names, reward_setting
 from lightning_realloc.commands.short_run import data_setting
@@ -57,7 +57,7 @@ def eval_parser() -> CommandParser:
         "File, folder or hub name of the rows, reasoning-gym:NAME or lm-eval:TASK; names its metrics. May be repeated."
     )
     add("--set", dest="sets", action="append", default=[], metavar="[NAME=]DATA", help=sets)
-    reward = f"Rule for right responses; may be repeated, and rewards are added up: {describe_names()}."
+    reward = f"Rule for right responses; may be repeated, and rewards are added up: {describe_names(models=False)}."
     add("--reward", action="append", default=[], metavar="REWARD", help=reward)
     add("--threshold", type=float, default=1.0, help="Smallest reward of a right response. Default: %(default)s.")
     add("--answer", default=AUTO, help="Final answers for maj@k: number, boxed, text or module:function.")
@@ -111,52 +111,26 @@ def run_eval(arguments: Sequence[str], write: Callable[[str], object]) -> int:
 def _sets(flags: argparse.Namespace) -> dict[str, EvaluationSet]:
     if not flags.sets:
         raise ConfigError("eval needs --set: a file, a folder or the name of a data set, as in --set gsm=test.jsonl")
-    if not flags.reward and not all(_named(one)[1].startswith(LIBRARIES) for one in flags.sets):
-        raise ConfigError(f"eval needs --reward: {describe_names()}")
+    named = named_sets(flags.sets, "--set")
+    if not flags.reward and not all(map(has_own_rule, named.values())):
+        raise ConfigError(f"eval needs --reward: {describe_names(models=False)}")
     temperature = (0.0 if flags.n == 1 else 1.0) if flags.temperature is None else flags.temperature
     sampling = SamplingParams(n=flags.n, max_new_tokens=flags.max_new_tokens, temperature=temperature, seed=flags.seed)
     ks = None if flags.ks is None else tuple(flags.ks)
     accuracy = Accuracy(threshold=flags.threshold, ks=ks, answer=flags.answer)
-    rewards = [_reward(name) for name in flags.reward]
-    sets: dict[str, EvaluationSet] = {}
-    for given in flags.sets:
-        name, data = _named(given)
-        if name in sets:
-            raise ConfigError(f"two sets are named {name!r}; give one of them another name: --set NAME=DATA")
-        sets[name] = EvaluationSet(
-            _rows(data, flags),
-            reward=rewards or None,
-            sampling=sampling,
-            accuracy=accuracy,
-            prompt_column=flags.prompt_column,
-            limit=flags.limit,
-        )
-    return sets
-
-
-def _named(given: str) -> tuple[str, str]:
-    """Return the name and the data of ``NAME=DATA``; without a name, that of the file or task.
-
-    >>> _named("gsm=data/test.jsonl"), _named("data/gsm8k.jsonl.gz"), _named("lm-eval:gsm8k:flexible-extract")
-    (('gsm', 'data/test.jsonl'), ('gsm8k', 'data/gsm8k.jsonl.gz'), ('gsm8k', 'lm-eval:gsm8k:flexible-extract'))
-    """
-    name, equals, data = given.partition("=")
-    task = given.split(":")[1] if given.startswith(LIBRARIES) else given
-    return (name, data) if equals else (Path(task).name.partition(".")[0], given)
+    reward = reward_setting(flags.reward) if flags.reward else None
+    others = {"accuracy": accuracy, "prompt_column": flags.prompt_column, "limit": flags.limit}
+    return {
+        name: EvaluationSet(_rows(data, flags), reward=reward, sampling=sampling, **others)
+        for name, data in named.items()
+    }
 
 
 def _rows(data: str, flags: argparse.Namespace) -> str | DatasetSource:
-    if data.startswith(LIBRARIES):
+    if has_own_rule(data):
         return data
     setting: Any = data_setting(data, flags.split, flags.config_name, flag="--set")
     return setting if isinstance(setting, str) else DatasetSource(**setting)
-
-
-def _reward(name: str) -> Any:
-    setting = reward_setting([name])
-    if isinstance(setting, Mapping):
-        return resolve_name(setting["class_path"])(**setting.get("init_args", {}))
-    return setting
 
 
 def _model_folder(given: str, output: Path) -> str:

@@ -19,6 +19,7 @@ from typing import Any, get_args
 import lightning_realloc
 from lightning_realloc.commands.agent_settings import ENVIRONMENT_FORMS, TOOL_FORMS, agent_settings
 from lightning_realloc.commands.command_parser import CommandParser
+from lightning_realloc.commands.evaluation_sets import add_evaluation_flags, evaluation_settings
 from lightning_realloc.commands.file_forms import flag_of
 from lightning_realloc.commands.parsing import refuse_gguf
 from lightning_realloc.commands.reward_names import describe_names, reward_setting
@@ -99,6 +100,8 @@ def short_parser(name: str) -> CommandParser:
         metavar="RANK",
         help=f"Train adapters; rank {LORA_RANK} by default.",
     )
+    if command.role == "actor":
+        add_evaluation_flags(add)
     add("--output", metavar="FOLDER", default=f"runs/{name}", help="Model, checkpoints and log. Default: %(default)s.")
     every = "Iterations between checkpoints. Default: %(default)s."
     add("--checkpoint-every", type=int, default=STEPS_PER_CHECKPOINT, metavar="N", help=every)
@@ -163,6 +166,8 @@ def read_command_line(name: str, arguments: Sequence[str], *, precision: Callabl
     data = None if flags.data is None else data_setting(flags.data, flags.split, flags.config_name)
     agent = {} if COMMANDS[name].num_responses is None else agent_settings(flags)
     config = configuration(name, flags, data, precision(), agent=agent, links_last=links_last)
+    if COMMANDS[name].role == "actor":
+        config["trainer"]["callbacks"] += evaluation_settings(flags, partial(_held_out, config_name=flags.config_name))
     path = None if flags.save_config is None else expand_home(Path(flags.save_config))
     return ShortRun(("fit", "--config", json.dumps(config), *settings), path)
 
@@ -300,6 +305,13 @@ def data_setting(
     return {"path": str(path) if files or path.exists() else data, "split": split or "train", **named}
 
 
+def _held_out(data: str, config_name: str | None) -> str | dict[str, str]:
+    """Return the rows of ``--eval-set``: for a name on the hub, those of the split test."""
+    path = expand_home(Path(data))
+    is_local = path.exists() or matching_files(path) or is_path(data) or data_suffix(path) in _DATA_FILES
+    return data_setting(data, *((None, None) if is_local else ("test", config_name)), flag="--eval-set")
+
+
 def _check(name: str, flags: argparse.Namespace) -> None:
     """Raise ConfigError for flags that are missing, out of range or contradict each other."""
     needed = {"--model": "a Hugging Face name or folder"}
@@ -312,7 +324,8 @@ def _check(name: str, flags: argparse.Namespace) -> None:
     for flag, example in needed.items():
         if not getattr(flags, flag.lstrip("-")):
             raise ConfigError(f"{name} needs {flag}: {example}")
-    for flag in ("n", "max_new_tokens", "max_turns", "batch_size", "steps", "epochs", "lora", "checkpoint_every"):
+    counts = ("n", "max_new_tokens", "max_turns", "batch_size", "steps", "epochs", "lora")
+    for flag in (*counts, "checkpoint_every", "eval_every"):
         value = getattr(flags, flag, None)
         if value is not None and value < 1:
             raise ConfigError(f"--{flag.replace('_', '-')}={value} must be at least 1")

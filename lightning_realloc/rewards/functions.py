@@ -22,6 +22,7 @@ from lightning_realloc.data.images.row_images import PillowImages
 from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards.failure_rule import GIVE_UP_AFTER, Failed, FailureRule, Outcome
 from lightning_realloc.rewards.invoke import MAX_REWARD, call_reward, call_reward_async, finite_number, masks_failures
+from lightning_realloc.rewards.named import reward_function
 from lightning_realloc.rewards.signatures import (
     ENVIRONMENTS,
     is_async,
@@ -29,7 +30,6 @@ from lightning_realloc.rewards.signatures import (
     reads_environments,
     required_columns,
     requires_environments,
-    resolved,
     unique_names,
 )
 from lightning_realloc.rewards.signatures import RewardFunction as RewardFunction
@@ -90,7 +90,7 @@ class RewardFunctions:
         if not given:
             raise RewardError("at least one reward function is needed; got none")
         _refuse_models(given)
-        self.functions = tuple(resolved(item) for item in given)
+        self.functions = tuple(reward_function(item) for item in given)
         self.weights = tuple(float(weight) for weight in weights) if weights is not None else (1.0,) * len(given)
         if len(self.weights) != len(self.functions) or None in map(finite_number, self.weights):
             raise RewardError(

@@ -11,6 +11,7 @@ from typing import Any
 from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards.failure_rule import GIVE_UP_AFTER, Failed, OnFailure, Outcome
 from lightning_realloc.rewards.invoke import validated
+from lightning_realloc.rewards.named import reward_function
 from lightning_realloc.rewards.signatures import (
     RewardFunction,
     accepted,
@@ -18,7 +19,6 @@ from lightning_realloc.rewards.signatures import (
     is_async,
     mentioned,
     required_columns,
-    resolved,
 )
 
 
@@ -104,7 +104,7 @@ class Shaped:
             raise RewardError(f"scale={scale} must be finite and not 0, which leaves no reward; leave the function out")
         if low is not None and high is not None and not low <= high:
             raise RewardError(f"low={low} and high={high} leave no reward; set low <= high")
-        self.function = resolved(function)
+        self.function = reward_function(function)
         self.__name__ = function_name(self.function)
         self.on_failure: OnFailure = getattr(self.function, "on_failure", "fail")
         self.give_up_after: int = getattr(self.function, "give_up_after", GIVE_UP_AFTER)

@@ -52,7 +52,7 @@ def test_flags_reach_the_settings_that_they_stand_for() -> None:
     )  # fmt: skip
     model, data, trainer = config["model"]["init_args"], config["data"]["init_args"], config["trainer"]
     assert model["sampling"] == {"n": 4, "max_new_tokens": 9}
-    assert model["reward"] == "lightning_realloc.rewards:exact_match"
+    assert model["reward"] == "exact"
     assert model["learning_rate"] == 1e-4 and model["engine"] == "hf"
     assert "engine" not in _config("grpo")["model"]["init_args"]
     assert model["peft_config"] == {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
@@ -179,4 +179,46 @@ def test_flags_of_generation_belong_to_commands_that_generate() -> None:
 
 def test_several_rewards_are_a_list() -> None:
     rewards = _config("grpo", "--reward", "rewards:short")["model"]["init_args"]["reward"]
-    assert rewards == ["lightning_realloc.rewards:exact_match", "rewards:short"]
+    assert rewards == ["exact", "rewards:short"]
+
+
+def _evaluation(name: str, *arguments: str) -> dict[str, Any]:
+    """Return the settings of the callback that evaluates the sets of a command line."""
+    run = read_command_line(name, ["--model", "M", "--data", "some/rows", *arguments], precision=lambda: None)
+    callbacks = json.loads(run.fit_arguments[2])["trainer"]["callbacks"]
+    (found,) = (one["init_args"] for one in callbacks if one["class_path"] == "Evaluation")
+    return dict(found)
+
+
+def test_sets_are_evaluated_by_the_reward_of_training_or_by_their_own() -> None:
+    grpo = _evaluation("grpo", "--reward", "math", "--prompt-column", "q", "--config-name", "main", "--eval-every", "9",
+                       "--eval-set", "held=some/rows", "--eval-set", "reasoning-gym:chain_sum")  # fmt: skip
+    assert grpo["every"] == 9
+    assert grpo["sets"] == {
+        "held": {
+            "data": {"path": "some/rows", "name": "main", "split": "test"},
+            "reward": "math",
+            "prompt_column": "q",
+        },
+        "chain_sum": {"data": "reasoning-gym:chain_sum"},
+    }
+    dpo = _evaluation("dpo", "--eval-set", "some/rows", "--eval-reward", "rewards:short", "--config-name", "main")
+    assert dpo["every"] == 50 and dpo["sets"]["rows"]["reward"] == "rewards:short"
+    assert dpo["sets"]["rows"]["prompt_column"] == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        ("sft", ("--eval-set", "some/rows"), "needs one rule for right responses, and no reward is given"),
+        ("grpo", ("--reward", "math", "--reward", "format", "--eval-set", "some/rows"), "and the run has 2 rewards; "),
+        ("sft", ("--eval-reward", "math"), "--eval-reward=math is for sets, and there are none; add --eval-set"),
+        ("sft", ("--eval-every", "3"), "--eval-every=3 is for sets, and there are none; add --eval-set"),
+        ("sft", ("--eval-set", "a.jsonl", "--eval-reward", "math"), "--eval-set: there is no 'a.jsonl'"),
+        ("sft", ("--eval-set", "some/rows", "--eval-reward", "maths"), "--eval-reward=maths is unknown; did you mean"),
+        ("sft", ("--eval-set", "a/b", "--eval-set", "c/b", "--eval-reward", "math"), "two sets are named 'b'"),
+        ("reward", ("--eval-set", "some/rows"), "there is no flag --eval-set"),
+    ],
+)
+def test_sets_that_cannot_be_evaluated_are_refused(command: str, arguments: tuple[str, ...], message: str) -> None:
+    assert message in _refused(command, "--model", "M", "--data", "some/rows", *arguments)

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_realloc.algorithms.base.loaded_weights import is_model_source
 from lightning_realloc.errors import RewardError
-from lightning_realloc.rewards import Format, Length, NumericAnswer, Regex, RewardFunctions, exact_match
+from lightning_realloc.rewards import Format, Length, NumericAnswer, Regex, RewardFunctions, Shaped, exact_match
+from lightning_realloc.rewards.named import NAMED_REWARDS
 from lightning_realloc.rewards.verifiers import final_number, last_boxed
 
 
@@ -234,3 +236,19 @@ def test_the_last_message_of_a_conversation_is_checked() -> None:
     messages = [[{"role": "assistant", "content": "4"}]]
     for function in (NumericAnswer(reader="plain"), exact_match, Regex("4"), Length(maximum=1, unit="characters")):
         assert function(prompts=[""], completions=messages, completion_ids=[[1]], answer=["4"]) == [1.0]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", NAMED_REWARDS)
+def test_short_names_stand_for_reward_functions(name: str) -> None:
+    (function,) = RewardFunctions(name).functions
+    shaped = Shaped(name, scale=0.5)
+    assert not is_model_source(name) and type(shaped.function) is type(function)
+
+
+def test_short_names_judge_by_their_rules() -> None:
+    texts = ["<think>1</think> <answer>so: 4</answer>", "4"]
+    judged = {
+        name: RewardFunctions(name)(["2 + 2 ="] * 2, texts, [[1], [2]], {"answer": ["4", "4"]}).total.tolist()
+        for name in ("exact", "math", "number", "format")
+    }
+    assert judged == {"exact": [0, 1], "math": [1, 1], "number": [1, 1], "format": [1, 0]}

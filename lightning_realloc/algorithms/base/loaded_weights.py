@@ -19,6 +19,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from lightning_realloc.callbacks.run_log import can_draw_bars
 from lightning_realloc.errors import ConfigError, ReallocError, describe_error
 from lightning_realloc.remote_path import expand_home
+from lightning_realloc.rewards.named import NAMED_REWARDS
 from lightning_realloc.runtime.model.adapter_layers import record_adapters
 from lightning_realloc.runtime.model.batching_limits import attends_to_later_tokens
 from lightning_realloc.runtime.model.mapped_weights import is_mapped
@@ -32,11 +33,14 @@ _MOST_NAMED = 4
 
 
 def is_model_source(source: object) -> TypeGuard[ModelSource]:
-    """Return whether ``source`` names or is a model; the alternative is a function.
+    """Return whether ``source`` names or is a model; the alternative is a reward function.
 
-    Text with a colon, or with dots and no slash, is a function's import path, unless such a folder exists.
+    Text with a colon, or with dots and no slash, is a function's import path, unless such a folder exists. The short
+    names of `lightning_realloc.rewards.named` are functions.
     """
     if isinstance(source, str):
+        if source in NAMED_REWARDS:
+            return False
         is_path = os.path.exists(expand_home(source)) or "/" in source  # False for a name that is too long
         return is_path or not (":" in source or "." in source)
     return isinstance(source, nn.Module | PreTrainedConfig | Path)

@@ -107,7 +107,10 @@ class EvaluationSet:
         sampling = self._sampling_of(module)
         self._check(name, module, sampling)
         functions = None if self.reward is None else self._own_functions(name)
-        table = self._table(module.trainer)
+        try:
+            table = self._table(module.trainer)
+        except DataError as error:
+            raise DataError(f"evaluation set {name!r}: {error}") from error
         for own in module.kept_reward_functions() if functions is None else (functions,):
             own.check_columns(table.data, f"evaluation set {name!r}")
         return LoadedSet(name=name, given=self, table=table, sampling=sampling, functions=functions)

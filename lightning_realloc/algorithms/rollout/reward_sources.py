@@ -43,7 +43,7 @@ from lightning_realloc.rewards.functions import (
     refuse_infinite_sums,
 )
 from lightning_realloc.rewards.invoke import finite_number
-from lightning_realloc.rewards.signatures import resolved
+from lightning_realloc.rewards.named import reward_function
 from lightning_realloc.rewards.texts import shortened
 from lightning_realloc.runtime.parallel.packed_forward import sequence_scores
 from lightning_realloc.setting_hints import suggest_settings
@@ -132,7 +132,7 @@ class RewardSources:
         for item in several:
             if isinstance(item, StopProperly):
                 raise RewardError(f"{item} is no reward function; write it as missing_eos_penalty={item}")
-        given: list[Any] = [item if is_model_source(item) else resolved(item) for item in several]
+        given: list[Any] = [item if is_model_source(item) else reward_function(item) for item in several]
         factors = [1.0] * len(given) if weights is None else [float(weight) for weight in weights]
         if len(factors) != len(given) or None in map(finite_number, factors):
             raise RewardError(f"each reward needs a finite weight: {len(given)} expected; got {factors}")

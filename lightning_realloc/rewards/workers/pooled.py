@@ -7,13 +7,13 @@ from functools import partial
 
 from lightning_realloc.errors import RewardError
 from lightning_realloc.rewards.failure_rule import GIVE_UP_AFTER, FailureRule, OnFailure, Outcome
+from lightning_realloc.rewards.named import reward_function
 from lightning_realloc.rewards.signatures import (
     RewardFunction,
     accepted,
     function_name,
     mentioned,
     required_columns,
-    resolved,
     without_services,
 )
 from lightning_realloc.rewards.workers.worker import prepare_function
@@ -60,7 +60,7 @@ class PooledReward:
         for name, seconds in {"deadline_s": deadline_s, "start_s": start_s}.items():
             if not seconds > 0:
                 raise RewardError(f"{name}={seconds} must be above 0")
-        self.function = resolved(function)
+        self.function = reward_function(function)
         self.__name__ = function_name(self.function)
         self.workers = workers
         self.deadline_s = deadline_s
