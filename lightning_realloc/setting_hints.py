@@ -25,6 +25,8 @@ _CALL = r"\w\([^()]*(?:\([^()]*\)[^()]*)*\)"
 """A call within a hint, whose keywords are not settings of the class."""
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _VAR_POSITIONAL, _VAR_KEYWORD = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+_MOST_OWNERS = 3
+"""Algorithms that an error names."""
 _MOST_LISTED = 16
 """Most settings that an error lists; a longer list hides its first words."""
 
@@ -242,6 +244,8 @@ def _meant_by(name: str, cls: type) -> str:
         if own := re.findall(rf"\b{cls.__name__}\(([^()]*)\)", hint):  # within the class that the hint names
             return f"here it is {' or '.join(own)}"
         return f"here it is {hint}{_lack_of(hint, cls, name)}"
+    if owners := _others_with(name, cls):
+        return f"it is a setting of {', '.join(owners[:_MOST_OWNERS])}{' and others' * (len(owners) > _MOST_OWNERS)}"
     known = sorted(settings_of(cls))
     alike = get_close_matches(name, known, n=1)
     if alike:
@@ -249,6 +253,16 @@ def _meant_by(name: str, cls: type) -> str:
     if len(known) > _MOST_LISTED:
         return f"help({_takes_settings(cls)[0].__name__}) describes the {len(known)} that it has"
     return f"it has {', '.join(known)}"
+
+
+def _others_with(name: str, cls: type) -> list[str]:
+    """Return the algorithms with a setting that a class lacks; none for a class that is no algorithm."""
+    import lightning as L
+    import lightning_realloc  # only for an error message
+
+    public = (getattr(lightning_realloc, each) for each in lightning_realloc.__all__)
+    algorithms = [each for each in public if isinstance(each, type) and issubclass(each, L.LightningModule)]
+    return [each.__name__ for each in algorithms if name in settings_of(each)] if cls in algorithms else []
 
 
 def _lack_of(hint: str, cls: type, name: str) -> str:

@@ -132,6 +132,7 @@ def test_a_name_that_is_also_our_setting_is_accepted() -> None:
     [
         (lambda: SFT("x", learning_rte=1.0), "SFT has no setting learning_rte; did you mean learning_rate=?"),
         (lambda: PPO(value_clp=0.2), "PPO has no setting value_clp; did you mean value_clip=?"),
+        (lambda: DPO("x", correction="none"), "DPO has no setting correction; it is a setting of GRPO, PPO, "),
         (lambda: PPO(free_cache=False), "here it is generation=GenerationOptions(free_cache=...)"),
         (lambda: SFT("x", num_minibatches=2), "here it is train_options=TrainOptions(num_minibatches=...)"),
         (lambda: SamplingParams(temprature=0.2), "did you mean temperature=?"),
