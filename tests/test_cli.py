@@ -173,7 +173,9 @@ def test_groups_of_settings_are_mappings_in_a_file(workers: WorkerPool, folder: 
         "generation": {"rollout_budget": {"tokens": 100}},
     }  # fmt: skip
     (folder / "rules.py").write_text(ADVANTAGES)
-    (folder / "groups.yaml").write_text(yaml.safe_dump(CONFIG | {"model": model}))
+    sets = {"sums": "prompts.jsonl", "words": "prompts.jsonl"}
+    data = CONFIG["data"] | {"init_args": CONFIG["data"]["init_args"] | {"data": sets, "val_data": sets}}
+    (folder / "groups.yaml").write_text(yaml.safe_dump(CONFIG | {"model": model, "data": data}))
     line = ["fit", "--config", "groups.yaml"]
     fitted, printed, refused, misspelt = _run(
         workers,
@@ -184,6 +186,7 @@ def test_groups_of_settings_are_mappings_in_a_file(workers: WorkerPool, folder: 
         [*line, "--model.generation.gpu_memory_utilization", "1"],
     )
     assert fitted.code == 0, fitted.errors
+    assert yaml.safe_load(printed.output)["data"]["init_args"]["val_data"] == sets
     settings = yaml.safe_load(printed.output)["model"]["init_args"]
     assert settings["advantages"] == {"class_path": "rules.Above", "init_args": {"baseline": 0.5}}
     assert settings["kl"] == {"coef": 0.1, "estimator": "k1", "place": None, "target": None, "gain": None}

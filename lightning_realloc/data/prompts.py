@@ -23,7 +23,7 @@ from lightning_realloc.data.data_module import USE_WITHOUT_STREAMING, RowDataMod
 from lightning_realloc.data.images.row_images import check_whole_images
 from lightning_realloc.data.loader import BatchLoader
 from lightning_realloc.data.row_tables import LongRows, make_samples
-from lightning_realloc.data.rows import Row, RowSource, is_named
+from lightning_realloc.data.rows import Row, RowSource, RowSources, is_named
 from lightning_realloc.data.sampling.curriculum import Curriculum, CurriculumName, resolve_curriculum
 from lightning_realloc.data.sampling.drawn_loader import DrawnLoader
 from lightning_realloc.data.sampling.mixture import Mix, Mixture
@@ -53,6 +53,7 @@ class PromptDataModule(RowDataModule):
     Args:
         data: Rows, see :class:`RowDataModule`; or several data sets by name, whose rows get their set's name in the
             column ``data_set``, and None where only other sets have a column; None: the environment owns the tasks.
+        val_data: Held-out rows, in the same forms; None: none but those of ``val_fraction``.
         prompt_column: Column with text, or with a list of messages for the chat template. A final assistant message is
             continued.
         max_prompt_tokens: Maximum length of a prompt; by default one less than the models' context.
@@ -79,9 +80,10 @@ class PromptDataModule(RowDataModule):
 
     def __init__(
         self,
-        data: RowSource | Mapping[str, RowSource] | None = None,
+        data: RowSources | None = None,
         *,
         batch_size: int,
+        val_data: RowSources | None = None,
         prompt_column: str = "prompt",
         max_prompt_tokens: int | None = None,
         long_prompts: LongRows = "refuse",
@@ -91,11 +93,14 @@ class PromptDataModule(RowDataModule):
         **settings: Any,
     ) -> None:
         source: Any = [] if data is None else data
-        super().__init__(source, batch_size=batch_size, long_rows=long_prompts, **settings)
+        held_out: Any = val_data
+        super().__init__(source, batch_size=batch_size, val_data=held_out, long_rows=long_prompts, **settings)
         self._has_data = data is not None
         if max_prompt_tokens is not None and max_prompt_tokens < 1:
             raise DataError(f"max_prompt_tokens={max_prompt_tokens} must be at least 1; use None for the models' limit")
         require_choice("text_prompts", text_prompts, get_args(TextPrompts), DataError)
+        for setting, one in (("data", data), ("val_data", val_data)):
+            _check_names(setting, one)
         self.prompt_column = prompt_column
         self.message_columns = (prompt_column,)
         self.text_prompts = text_prompts
@@ -283,3 +288,12 @@ def _opening(tokenizer: PreTrainedTokenizerBase, prompt: Any, place: str, templa
     return conversation_text(
         tokenizer, prompt, place, add_generation_prompt=False, continue_final_message=True, template=template
     )
+
+
+def _check_names(setting: str, source: object) -> None:
+    """Raise DataError for several data sets of which one has no name, and for none of them."""
+    if type(source) is dict and not source:
+        raise DataError(f"{setting}={{}} names no data set; give each a name, as in {{'gsm': 'gsm8k.jsonl'}}")
+    unnamed = [name for name in source if not isinstance(name, str) or not name] if is_named(source) else []
+    if unnamed:
+        raise DataError(f"{setting} names a data set {unnamed[0]!r}, and names are text; write one such as 'gsm'")

@@ -33,10 +33,13 @@ from lightning_realloc.data.sources import (
 from lightning_realloc.errors import DataError
 from lightning_realloc.remote_path import expand_home
 
-RowSource = str | Path | Sequence[str | Path] | DatasetSource | Iterable[Mapping[str, Any]]
+# Path comes last: jsonargparse dumps anything that is read as another type as the text of a path.
+RowSource = str | Sequence[str | Path] | DatasetSource | Iterable[Mapping[str, Any]] | Path
 """A JSONL or Parquet file, a pattern (``data/*.jsonl.gz``) or a list of files, a folder written by ``save_to_disk`` of
 ``datasets``, a :class:`DatasetSource`, a list of dictionaries, or another iterable of dictionaries, such as a
 ``datasets.Dataset``."""
+RowSources = str | Sequence[str | Path] | DatasetSource | Mapping[str, RowSource] | Iterable[Mapping[str, Any]] | Path
+"""Such rows, or several data sets by name."""
 
 Made = TypeVar("Made")
 MAX_ROWS_NAMED = 5

@@ -306,6 +306,9 @@ STREAM = DatasetSource("rows.jsonl", streaming=True)
         (ROWS, {"curriculum": "rest", "bucket_batches": 2}, "bucket_batches=2 orders the rows"),
         ({"a": [{"prompt": "x", "data_set": "y"}]}, {}, "row 0 of the data set has a column 'data_set'"),
         ({"a": ROWS, "b": [{"question": "x"}]}, {}, "no column 'prompt'.*of the data set 'b'"),
+        ({}, {}, "data={} names no data set"),
+        (ROWS, {"val_data": {}}, "val_data={} names no data set"),
+        ({"a": ROWS, 2: ROWS}, {}, "data names a data set 2, and names are text"),
         ({"a": ROWS, "b": [{"prompt": "x" * 99}]}, {"long_prompts": "drop"}, "no row of b is left to train on"),
     ],
 )
