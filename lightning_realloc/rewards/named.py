@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import Any
 
+from lightning_realloc.errors import ConfigError
 from lightning_realloc.rewards.signatures import resolved
 
 
@@ -52,3 +55,18 @@ def reward_function(given: Callable[..., Any] | str) -> Callable[..., Any]:
         RewardError: if it cannot be imported, is not a callable, or is a class.
     """
     return NAMED_REWARDS[given].make() if isinstance(given, str) and given in NAMED_REWARDS else resolved(given)
+
+
+def refuse_misspelt(given: object, setting: str) -> None:
+    """Raise ConfigError for text that is nearly a short name, and neither a path nor anything else that exists.
+
+    Such text would be the name of a reward model, and be looked up on the hub.
+    """
+    if not isinstance(given, str) or given in NAMED_REWARDS or any(mark in given for mark in ":./"):
+        return
+    near = difflib.get_close_matches(given.lower(), NAMED_REWARDS, n=1)
+    if near and not os.path.exists(given):
+        raise ConfigError(
+            f"{setting}={given!r} is no short name of a reward; did you mean {near[0]!r}? A reward model needs a slash "
+            f"in its name, or an existing folder"
+        )

@@ -33,6 +33,7 @@ from lightning_realloc.errors import ConfigError, DataError
 from lightning_realloc.generation import Engine, SamplingParams
 from lightning_realloc.generation.core.params import is_of_kind
 from lightning_realloc.rewards.functions import RewardFunctions, listed
+from lightning_realloc.rewards.named import refuse_misspelt
 from lightning_realloc.scores.bootstrap import intervals
 from lightning_realloc.scores.question_scores import EVALUATION, NUM_QUESTIONS, QuestionScores, Response, interval_names
 
@@ -77,6 +78,10 @@ class EvaluationSet:
     def __post_init__(self) -> None:
         check_type(SamplingParams, sampling=self.sampling)
         check_type(Accuracy, accuracy=self.accuracy)
+        if not (several := self._rewards()):
+            raise ConfigError(f"reward={self.reward!r} names no function; give one, or None for those of the algorithm")
+        for one in several:
+            refuse_misspelt(one, "reward")
         check_count("limit", self.limit, "rows; None uses all")
         check_count("every", self.every, "iterations; None takes that of Evaluation")
         data = self.data.data if isinstance(self.data, PromptDataModule) else self.data
@@ -87,6 +92,9 @@ class EvaluationSet:
             )
         if not isinstance(self.data, PromptDataModule):
             object.__setattr__(self, "data", lasting(self.data))
+
+    def _rewards(self) -> list[Any]:
+        return [self.reward] if is_model_source(self.reward) else listed(self.reward)
 
     @property
     def rule(self) -> Accuracy:
@@ -138,7 +146,7 @@ class EvaluationSet:
         return replace(self, data=rows, reward=reward, sampling=task.sampling(self.sampling))
 
     def _own_functions(self, name: str) -> RewardFunctions:
-        several: list[Any] = [self.reward] if is_model_source(self.reward) else listed(self.reward)
+        several = self._rewards()
         if any(map(is_model_source, several)):
             raise ConfigError(
                 f"the evaluation set {name!r} has a reward model, and rewards of a set are functions; give the model "

@@ -43,7 +43,7 @@ from lightning_realloc.rewards.functions import (
     refuse_infinite_sums,
 )
 from lightning_realloc.rewards.invoke import finite_number
-from lightning_realloc.rewards.named import reward_function
+from lightning_realloc.rewards.named import NAMED_REWARDS, refuse_misspelt, reward_function
 from lightning_realloc.rewards.texts import shortened
 from lightning_realloc.runtime.parallel.packed_forward import sequence_scores
 from lightning_realloc.setting_hints import suggest_settings
@@ -129,7 +129,12 @@ class RewardSources:
         self._has_environment = has_environment
         # Check for a model first, because a configuration is iterable.
         several: list[Any] = [reward] if is_model_source(reward) else [] if reward is None else listed(reward)
+        if not several and not has_environment:
+            raise ConfigError(
+                f"reward={reward!r} names no reward; give a function or a model, or one of {', '.join(NAMED_REWARDS)}"
+            )
         for item in several:
+            refuse_misspelt(item, "reward")
             if isinstance(item, StopProperly):
                 raise RewardError(f"{item} is no reward function; write it as missing_eos_penalty={item}")
         given: list[Any] = [item if is_model_source(item) else reward_function(item) for item in several]

@@ -12,7 +12,7 @@ import torch
 from lightning import Trainer
 from transformers import PreTrainedModel
 
-from lightning_realloc import GRPO, PPO, RLOO, BestOfN, OnlineDPO, ReinforcePlusPlus, ReMax
+from lightning_realloc import GRPO, PPO, RLOO, BestOfN, EvaluationSet, OnlineDPO, ReinforcePlusPlus, ReMax
 from lightning_realloc.algorithms.base.rollout_columns import FINISH_REASONS
 from lightning_realloc.algorithms.losses.advantages import ADVANTAGES
 from lightning_realloc.algorithms.rollout.reward_sources import RewardSources, StopProperly
@@ -85,6 +85,17 @@ def test_a_response_whose_environment_failed_has_no_reward_and_changes_no_groups
         assert torch.equal(made.nan_to_num(-1.0), expected.nan_to_num(-1.0))
     advantages = ADVANTAGES["group_mean"](samples.with_columns(rewards=found.total))
     assert advantages[:3].tolist() == [0.375, -0.375, 0.0] and advantages[3].isnan()
+
+
+def test_a_misspelt_short_name_and_an_empty_list_are_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"reward='Maths' is no short name of a reward; did you mean 'math'"):
+        runs.grpo(reward=[runs.low_tokens, "Maths"])
+    with pytest.raises(ConfigError, match=r"reward=\[\] names no reward; give .* or one of exact, math"):
+        runs.grpo(reward=[])
+    with pytest.raises(ConfigError, match=r"reward='fromat' is no short name of a reward; did you mean 'format'"):
+        EvaluationSet([], reward=["math", "fromat"])
+    with pytest.raises(ConfigError, match=r"reward=\[\] names no function"):
+        EvaluationSet([], reward=[])
 
 
 def test_rewards_without_an_effect_are_refused() -> None:
