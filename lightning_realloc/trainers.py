@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.profilers import Profiler
 
@@ -26,6 +28,18 @@ def is_last_iteration(trainer: Trainer) -> bool:
     if trainer.should_stop or trainer.global_step == trainer.max_steps:
         return True
     return trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
+
+
+def forget_metrics(trainer: Trainer, latest: Collection[str], groups: Collection[str]) -> None:
+    """Forget the values of a step's metrics ``group/...`` that are not among the ``latest`` names.
+
+    Lightning keeps one value of a name, and repeats it in later steps of the epoch that log none.
+    """
+    logged = trainer._results
+    for kept in logged.values() if logged is not None else ():
+        name = kept.meta.name
+        if name.partition("/")[0] in groups and not kept.meta.on_epoch and name not in latest:
+            kept.reset()
 
 
 def dispatch(trainer: Trainer, hook: str, *args: object) -> None:

@@ -52,6 +52,7 @@ from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation import SamplingParams
 from lightning_realloc.generation.core.model_config import eos_ids_of
+from lightning_realloc.trainers import forget_metrics
 
 
 class RewardedSettings(PolicySettings, total=False):
@@ -286,7 +287,10 @@ class RewardedModule(PolicyModule):
         data = getattr(self._trainer, "datamodule", None)
         if isinstance(data, PromptDataModule) and len(samples):
             rewards = without_failed(samples, self.reward_column).tensor(self.reward_column)
-            self.log_dict(data.record_rewards(samples.tensor("prompt_id"), rewards), batch_size=len(samples))
+            metrics = data.record_rewards(samples.tensor("prompt_id"), rewards)
+            # A set without a prompt in this batch has no reward.
+            forget_metrics(self.trainer, metrics, ("set_reward", "curriculum"))
+            self.log_dict(metrics, batch_size=len(samples))
 
     # ---- metrics and checks
     def start_metrics(self, batch: PackedBatch) -> dict[str, Tensor]:

@@ -8,13 +8,14 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_realloc.strategies.exchange.iteration_report import IterationResult
+from lightning_realloc.trainers import forget_metrics
 
 
 def log_results(module: LightningModule, results: Sequence[IterationResult], trained_roles: Set[str]) -> None:
     """Log the metrics of all batches that one step trained on. Those of the last one are the step's for callbacks.
 
-    Lightning keeps one value of a name in a step, and repeats it in later steps of the epoch that log none. So earlier
-    values go to the loggers at once, and those of training calls without a new value are forgotten.
+    Lightning keeps one value of a name in a step. So earlier values go to the loggers at once, and those of training
+    calls without a new value are forgotten.
     """
     found = [metrics for result in results for metrics in (result.overdue, result.metrics) if metrics]
     if not found:
@@ -22,11 +23,7 @@ def log_results(module: LightningModule, results: Sequence[IterationResult], tra
     for earlier in found[:-1]:
         log_now(module.trainer, earlier)
     latest = dict(found[-1])
-    logged = module.trainer._results
-    for kept in logged.values() if logged is not None else ():
-        is_of_training = kept.meta.name.partition("/")[0] in trained_roles and not kept.meta.on_epoch
-        if is_of_training and kept.meta.name not in latest:
-            kept.reset()
+    forget_metrics(module.trainer, latest, trained_roles)
     module.log_dict(latest, batch_size=1)
 
 

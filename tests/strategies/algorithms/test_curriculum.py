@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from lightning.pytorch.loggers.logger import DummyLogger
+
 from lightning_realloc import Curriculum, DynamicSampling, PromptDataModule
 from lightning_realloc.strategies import ReallocStrategy
 from tests.models import byte_tokenizer
@@ -37,6 +39,33 @@ def drawn(kind: str, plan: Any, settings: dict[str, Any]) -> tuple[list[list[int
     trainer = runs.trainer(ReallocStrategy(plan), runs.world_size(), max_steps=8, max_epochs=-1, callbacks=[record])
     trainer.fit(module, data)
     return batches, record.logged
+
+
+class _Log(DummyLogger):
+    """Keeps the metrics of every iteration as a logger receives them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.received: dict[int, dict[str, float]] = {}
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.received.setdefault(step or 0, {}).update(metrics)
+
+
+def logged_of_sets() -> list[list[str]]:
+    """Return the sets with a logged reward in each iteration of one epoch, whose mix changes from one to the other."""
+    rows = [{"prompt": f"{number}"} for number in range(8)]
+    mix = [(0, {"low": 1.0, "high": 0.0}), (1, {"low": 0.0, "high": 1.0})]
+    sets = {"low": rows[:4], "high": rows[4:]}
+    data = PromptDataModule(sets, batch_size=2, seed=1, tokenizer=byte_tokenizer(), mix=mix)
+    log = _Log()
+    runs.trainer("realloc", 1, max_steps=3, logger=log, log_every_n_steps=1).fit(runs.grpo(reward=of_prompt), data)
+    return [[name for name in received if name.startswith("set_reward/")] for received in log.received.values()]
+
+
+def test_a_set_without_a_prompt_in_an_iteration_logs_no_reward(workers: WorkerPool) -> None:
+    found = workers.run(logged_of_sets, world_size=1, init_process_group=False)
+    assert found == [[["set_reward/low"], ["set_reward/high"], ["set_reward/high"]]]
 
 
 def test_ranks_and_plans_draw_the_same_batches(workers: WorkerPool) -> None:
