@@ -103,6 +103,8 @@ class CodeTests:
         limits = Limits(wall_s, cpu_s, memory_bytes, file_bytes, processes, output_bytes)
         self._programs = PythonPrograms(limits, interpreter=interpreter, sandbox=sandbox)
 
+    skips_missing = True
+
     def required_columns(self) -> set[str]:
         """Return the column of the tests."""
         return {self.column}

@@ -28,6 +28,7 @@ from lightning_realloc.rewards.signatures import (
     is_async,
     mentioned,
     reads_environments,
+    require_values,
     required_columns,
     requires_environments,
     unique_names,
@@ -148,13 +149,15 @@ class RewardFunctions:
         """Check before the first step that the data, or another ``source``, has every column that functions require.
 
         Raises:
-            RewardError: for missing columns; the message names the function.
+            RewardError: for missing columns, or rows whose values are missing; the message names the function.
         """
         for name, missing in self.missing_columns(columns).items():
             raise RewardError(
                 f"reward function {name!r} needs the columns {missing}, the {source} has {sorted(columns)}; "
                 f"add them to the {source} or give the function's parameters defaults"
             )
+        if self._alone and isinstance(columns, Mapping):
+            require_values(self.functions, columns, source)
 
     def check_tokens(self, removed: Callable[[], Collection[str]]) -> None:
         """Check that no function looks for a special token that completions are decoded without.

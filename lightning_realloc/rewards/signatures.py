@@ -134,6 +134,33 @@ def required_columns(function: RewardFunction) -> set[str]:
     return _required(function) - STANDARD_ARGUMENTS - SERVICES - {ENVIRONMENTS}
 
 
+def require_values(functions: Sequence[RewardFunction], columns: Mapping[str, Sequence[object]], source: str) -> None:
+    """Raise for rows to which no function applies, as all have ``skips_missing`` and lack a value in a row.
+
+    Verifiers have this attribute: they return None where a column that they require holds None.
+
+    Raises:
+        RewardError: with the number of rows, and the first one's prompt.
+    """
+    if not all(getattr(function, "skips_missing", False) for function in functions):
+        return
+    lacking: set[int] | None = None
+    read: set[str] = set()
+    for function in functions:
+        names = required_columns(function)
+        read |= names
+        mine = {row for name in names for row, value in enumerate(columns[name]) if value is None}
+        lacking = mine if lacking is None else lacking & mine
+    if not lacking:
+        return
+    first = min(lacking)
+    shown = {name: columns[name][first] for name in ("prompt", "data_set") if name in columns}
+    raise RewardError(
+        f"{len(lacking)} rows of the {source} have no value in {sorted(read)}, which all reward functions need; the "
+        f"first has {shown}; fill the column, leave these rows out, or add a reward that does without it"
+    )
+
+
 def requires_environments(function: RewardFunction) -> bool:
     """Return whether a function cannot be called without ``environments``."""
     return reads_environments(function) and ENVIRONMENTS in _required(function)

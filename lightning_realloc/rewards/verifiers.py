@@ -21,15 +21,21 @@ _GROUP = re.compile(r"\((?:[^()\\]|\\.)*\)")
 
 def exact_match(
     prompts: Sequence[object], completions: Sequence[Any], answer: Sequence[object], **columns: object
-) -> list[float]:
+) -> list[float | None]:
     """Return 1 where the completion equals the ``answer``, ignoring surrounding white space, and 0 elsewhere.
+
+    It does not apply (None) to rows without an answer.
 
     Example:
         >>> exact_match(["2 + 2 =", "2 + 3 ="], [" 4", "6"], answer=["4", "5"])
         [1.0, 0.0]
     """
     texts = completion_texts(completions)
-    return [float(text.strip() == str(right).strip()) for text, right in zip(texts, answer, strict=True)]
+    pairs = zip(texts, answer, strict=True)
+    return [None if right is None else float(text.strip() == str(right).strip()) for text, right in pairs]
+
+
+exact_match.__dict__["skips_missing"] = True
 
 
 NumberReader = Literal["math-verify", "plain", "auto"]
@@ -53,6 +59,8 @@ class NumericAnswer:
         [1.0]
     """
 
+    skips_missing = True
+
     def __init__(self, *, column: str = "answer", reader: NumberReader = "auto", tolerance: float = 1e-6) -> None:
         require_choice("reader", reader, get_args(NumberReader), RewardError)
         if not 0 <= tolerance < 1:
@@ -74,7 +82,7 @@ class NumericAnswer:
         """Return the rewards of B completions."""
         judge = _same_expression if self.reader == "math-verify" else self._same_number
         pairs = zip(completion_texts(completions), columns[self.column], strict=True)
-        return [judge(text, str(right)) for text, right in pairs]
+        return [None if right is None else judge(text, str(right)) for text, right in pairs]
 
     def final_answer(self, text: str) -> str | None:
         """Return a text's final answer, for majority votes: the same text for the same number or expression."""

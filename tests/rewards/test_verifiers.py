@@ -137,6 +137,19 @@ def test_numeric_answers_are_compared_as_numbers() -> None:
         RewardFunctions(NumericAnswer(column="gold")).check_columns(["answer"])
 
 
+def test_rows_without_an_answer_are_skipped_and_named_where_no_other_reward_applies() -> None:
+    for function in (exact_match, NumericAnswer(reader="plain"), NumericAnswer()):
+        assert judge(function, "None", "2", answer=[None, "2"]) == [None, 1.0]
+    rows = {"prompt": ("a", "b", "c"), "answer": ("1", None, None), "data_set": ("sums", "words", "words")}
+    with pytest.raises(RewardError, match=r"2 rows of the data have no value in .*'b', 'data_set': 'words'"):
+        RewardFunctions([exact_match, NumericAnswer()]).check_columns(rows)
+    with pytest.raises(RewardError, match=r"1 rows of the data have no value in .*'prompt': 'c'"):
+        RewardFunctions([exact_match, NumericAnswer(column="gold")]).check_columns(rows | {"gold": (None, "2", None)})
+    for others in ([exact_match, Format()], [lambda completions, answer: [0.0] * len(answer)]):
+        RewardFunctions(others).check_columns(rows)
+    RewardFunctions(exact_match, alone=False).check_columns(rows)
+
+
 def test_final_answers_are_equal_for_equal_numbers() -> None:
     read = NumericAnswer(reader="plain").final_answer
     assert read(r"\boxed{\frac12}") == read("so 0.5") == read("50%") == read("1 of them: 2/4")

@@ -419,9 +419,9 @@ class MultiModelModule(SuggestsSettings, OptimizedRoles, EvaluatedModule):
             for role, model in self.models().items() if shown else ():
                 if role in packed_roles:
                     check_extra_inputs(transformers_model(model), shown)
-            if split == "val" and self.trainer.limit_val_batches:
+            if split == "train" or self.trainer.limit_val_batches:
                 for functions in self.kept_reward_functions():
-                    functions.check_columns(table.data, "held-out data")
+                    functions.check_columns(table.data, "data" if split == "train" else "held-out data")
 
     @property
     def packed_roles(self) -> tuple[str, ...]:

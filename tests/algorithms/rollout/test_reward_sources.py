@@ -12,7 +12,17 @@ import torch
 from lightning import Trainer
 from transformers import PreTrainedModel
 
-from lightning_realloc import GRPO, PPO, RLOO, BestOfN, EvaluationSet, OnlineDPO, ReinforcePlusPlus, ReMax
+from lightning_realloc import (
+    GRPO,
+    PPO,
+    RLOO,
+    BestOfN,
+    EvaluationSet,
+    OnlineDPO,
+    PromptDataModule,
+    ReinforcePlusPlus,
+    ReMax,
+)
 from lightning_realloc.algorithms.base.rollout_columns import FINISH_REASONS
 from lightning_realloc.algorithms.losses.advantages import ADVANTAGES
 from lightning_realloc.algorithms.rollout.reward_sources import RewardSources, StopProperly
@@ -96,6 +106,15 @@ def test_a_misspelt_short_name_and_an_empty_list_are_refused_at_once() -> None:
         EvaluationSet([], reward=["math", "fromat"])
     with pytest.raises(ConfigError, match=r"reward=\[\] names no function"):
         EvaluationSet([], reward=[])
+
+
+def test_a_set_of_a_mix_without_answers_is_refused_before_the_first_step() -> None:
+    sets = {"sums": [{"prompt": "1+1=", "answer": "2"}], "words": [{"prompt": "a"}]}
+    data = PromptDataModule(sets, batch_size=1, mix=[(0, {"sums": 1, "words": 0}), (9, {"sums": 0, "words": 1})])
+    module = runs.grpo(reward="exact", actor=tiny_model("llama", vocab_size=320), kl_coef=0.0)
+    with pytest.raises(RewardError, match=r"1 rows of the data have no value in \['answer'\].*'data_set': 'words'"):
+        runs.trainer("realloc", 1).fit(module, data)
+    assert module.trainer.global_step == 0
 
 
 def test_rewards_without_an_effect_are_refused() -> None:
