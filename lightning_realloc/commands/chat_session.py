@@ -233,10 +233,19 @@ def model_folder(given: str) -> str:
     for folder in (path, path / MODEL_FOLDER):
         if any((folder / name).is_file() for name in (CONFIG_FILE, ADAPTER_CONFIG_FILE)):
             return str(folder)
+    last = _last_checkpoint(path)
+    found = "that of a checkpoint" if last is None else f"that of a checkpoint: lightning-realloc export {last}"
     raise ConfigError(
         f"{given!r} holds neither {CONFIG_FILE} nor {ADAPTER_CONFIG_FILE}; a run writes its model at the end of "
-        f"training, and lightning-realloc export writes that of a checkpoint"
+        f"training, and lightning-realloc export writes {found}" + (" --output FOLDER" if last is not None else "")
     )
+
+
+def _last_checkpoint(folder: Path) -> Path | None:
+    """Return the newest checkpoint in a folder, or in that of a run's checkpoints; None without one."""
+    names = [name for each in (folder, folder / "checkpoints") for name in each.glob("*.ckpt")]
+    found = [name for name in names if (name / ROLES_FILE).is_file()]
+    return max(found, key=lambda name: (name.stat().st_mtime, name.name), default=None)
 
 
 def load_model(source: str, adapters: str | None, device: torch.device) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from pathlib import Path
 
@@ -164,6 +165,14 @@ def test_a_folder_without_a_model_says_what_to_do(folder: Path, tmp_path: Path) 
     assert model_folder("org/name") == "org/name"
     with pytest.raises(ConfigError, match=r"holds neither config\.json nor adapter_config\.json"):
         model_folder(str(tmp_path))
+    for number in (1, 2):
+        checkpoint = tmp_path / "checkpoints" / f"step={number}.ckpt"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "realloc.json").write_text("{}")
+        os.utime(checkpoint, (number, number))
+    for place in (tmp_path, tmp_path / "checkpoints"):
+        with pytest.raises(ConfigError, match=r"export .*step=2\.ckpt --output FOLDER"):
+            model_folder(str(place))
     for missing in ("./nowhere", "runs/nowhere", "outputs/nowhere"):
         with pytest.raises(ConfigError, match=f"there is no folder '{missing}'"):
             run_chat([missing], io.StringIO().write, io.StringIO("Hello"))
