@@ -130,6 +130,7 @@ class ServedEngine:
         self._vllm, self._connection = vllm, connection
         self._llm = vllm.LLM(**llm)
         threading.Thread(target=_end_with_workers, daemon=True).start()
+        self._in_workers("inside/child_memory.py", "unlink_shared_memory")
         self._in_workers("inside/child_sampling.py", "report_tempered_logprobs")
         self._in_workers("inside/child_sampling.py", "keep_random_numbers")
         self._llm.init_weight_transfer_engine({"init_info": {}})
@@ -277,8 +278,9 @@ def _end_with_workers() -> None:
     """End this process when one of vLLM's workers ends, whose answer it may wait for without a bound."""
     workers = {process.sentinel: process for process in multiprocessing.active_children()}
     for sentinel in multiprocessing.connection.wait(list(workers)) if workers else ():
-        code = workers[cast(int, sentinel)].exitcode
-        sys.stderr.write(f"RuntimeError: a worker process of vLLM ended with exit code {code}\n")
+        worker = workers[cast(int, sentinel)]
+        worker.join(5.0)  # its files are closed a moment before its exit code is known
+        sys.stderr.write(f"RuntimeError: a worker process of vLLM ended with exit code {worker.exitcode}\n")
         sys.stderr.flush()
         os._exit(1)
 

@@ -45,8 +45,8 @@ def vllm_processes() -> dict[int, bool]:
 
 
 def left_in_shared_memory() -> set[str]:
-    """Return the names of shared memory in which Python's processes exchange messages."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith("psm_")}
+    """Return the names of shared memory in which Python's processes, and vLLM's workers, exchange messages."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "vllm_dist_"))}
 
 
 def wait_until(is_true: Callable[[], bool], *, most_s: float) -> bool:
