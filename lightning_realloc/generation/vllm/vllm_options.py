@@ -12,35 +12,38 @@ from lightning_realloc.generation.core.params import check_counts, check_kind
 from lightning_realloc.limits import VLLM_MEMORY_SHARE
 from lightning_realloc.setting_hints import suggest_settings
 
+_SETTINGS = {
+    "dtype": "the Trainer's precision=",
+    "enable_sleep_mode": "VLLMOptions(sleep=True)",
+    "gpu_memory_utilization": "memory_share=",
+    "kv_cache_memory_bytes": "GenerationOptions(max_cache_bytes=...)",
+    "max_model_len": "max_length=",
+    "max_num_seqs": "max_slots of the generating call in the plan",
+    "pipeline_parallel_size": "tp or dp in the layout of the generating call in the plan, such as tp2",
+    "quantization": "VLLMOptions(quantization=...)",
+    "speculative_config": "speculation=Speculation() with engine='native'",
+    "tensor_parallel_size": "tp in the layout of the generating call in the plan, such as tp2",
+}
+"""Arguments of `vllm.LLM` that are given elsewhere -> our setting."""
 _OWN_ARGUMENTS = {
     "model",
     "tokenizer",
     "skip_tokenizer_init",
-    "dtype",
     "load_format",
     "logprobs_mode",
     "weight_transfer_config",
-    "max_num_seqs",
-    "max_model_len",
-    "kv_cache_memory_bytes",
-    "gpu_memory_utilization",
-    "enable_sleep_mode",
-    "quantization",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
     "distributed_executor_backend",
     "enable_lora",
     "max_loras",
     "max_cpu_loras",
     "max_lora_rank",
-    "speculative_config",
 }
-"""Arguments of `vllm.LLM` that follow from the run, or would break it."""
+"""Further arguments of `vllm.LLM` that follow from the run, or would break it."""
 QUANTIZATIONS = {"fp8": "fp8_per_channel", "int8": "int8_per_channel_weight_only"}
 """Quantization -> vLLM's name of the scheme that it makes from weights in 16 bits."""
 
 
-@suggest_settings({"gpu_memory_utilization": "memory_share=", "max_model_len": "max_length="})
+@suggest_settings(_SETTINGS | {"enforce_eager": "VLLMOptions(arguments={'enforce_eager': True})"})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VLLMOptions:
     """How to reach vLLM: a process next to each generating rank, or a running server.
@@ -95,12 +98,14 @@ class VLLMOptions:
             raise GenerationError(f"memory_share={self.memory_share} must lie in (0, 1]")
         if self.address is not None:
             self._check_server()
-        own = sorted(_OWN_ARGUMENTS.intersection(self.arguments))
-        if own:
-            raise GenerationError(
-                f"arguments={dict(self.arguments)} holds {', '.join(own)}, which follow from the model, the plan and "
-                f"other options; leave them out"
-            )
+        for name in sorted(self.arguments):
+            if name in _SETTINGS:
+                raise GenerationError(f"arguments={dict(self.arguments)} holds {name}; here it is {_SETTINGS[name]}")
+            if name in _OWN_ARGUMENTS:
+                raise GenerationError(
+                    f"arguments={dict(self.arguments)} holds {name}, which follows from the model, the plan and other "
+                    f"options; leave it out"
+                )
 
     @property
     def num_restarts(self) -> int:

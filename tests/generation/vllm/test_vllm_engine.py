@@ -326,7 +326,8 @@ def test_logits_that_are_not_finite_are_an_error(tmp_path: Path) -> None:
         ({"address": "http://x", "python": "python"}, "python='python' is for a process that the run starts"),
         ({"quantization": "fp4"}, "quantization='fp4' must be None or one of fp8, int8"),
         ({"address": "http://x", "quantization": "fp8"}, "quantization='fp8' is for a process that the run starts"),
-        ({"arguments": {"dtype": "half"}}, "holds dtype, which follow from the model, the plan and other options"),
+        ({"arguments": {"load_format": "pt"}}, "holds load_format, which follows from the model, the plan and other"),
+        ({"arguments": {"tensor_parallel_size": 2}}, "holds tensor_parallel_size; here it is tp in the layout of the"),
     ],
 )
 def test_invalid_options_are_refused(settings: dict[str, Any], message: str) -> None:
