@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cache, wraps
+from importlib import import_module
 from importlib.resources import files
 from typing import Any, ClassVar, Self, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -257,10 +258,10 @@ def _meant_by(name: str, cls: type) -> str:
 
 def _others_with(name: str, cls: type) -> list[str]:
     """Return the algorithms with a setting that a class lacks; none for a class that is no algorithm."""
-    import lightning as L
-    import lightning_realloc  # only for an error message
+    import lightning as L  # only for an error message
 
-    public = (getattr(lightning_realloc, each) for each in lightning_realloc.__all__)
+    package = import_module("lightning_realloc")
+    public = (getattr(package, each) for each in package.__all__)
     algorithms = [each for each in public if isinstance(each, type) and issubclass(each, L.LightningModule)]
     return [each.__name__ for each in algorithms if name in settings_of(each)] if cls in algorithms else []
 

@@ -18,9 +18,8 @@ from lightning_realloc.algorithms.sft import SFT
 from lightning_realloc.callbacks.timeline import Timeline
 from lightning_realloc.commands.chat_session import model_folder, model_sources
 from lightning_realloc.commands.command_parser import CommandParser
-from lightning_realloc.commands.evaluation_sets import has_own_rule, named_sets
 from lightning_realloc.commands.parsing import has_bf16
-from lightning_realloc.commands.reward_names import describe_names, reward_setting
+from lightning_realloc.commands.rewards_and_sets import describe_names, has_own_rule, named_sets, reward_setting
 from lightning_realloc.commands.short_run import data_setting
 from lightning_realloc.data.sources import DatasetSource
 from lightning_realloc.data.tokenizers import load_tokenizer

@@ -19,10 +19,14 @@ from typing import Any, get_args
 import lightning_realloc
 from lightning_realloc.commands.agent_settings import ENVIRONMENT_FORMS, TOOL_FORMS, agent_settings
 from lightning_realloc.commands.command_parser import CommandParser
-from lightning_realloc.commands.evaluation_sets import add_evaluation_flags, evaluation_settings
 from lightning_realloc.commands.file_forms import flag_of
 from lightning_realloc.commands.parsing import refuse_gguf
-from lightning_realloc.commands.reward_names import describe_names, reward_setting
+from lightning_realloc.commands.rewards_and_sets import (
+    add_evaluation_flags,
+    describe_names,
+    evaluation_settings,
+    reward_setting,
+)
 from lightning_realloc.data.sources import data_suffix, is_saved, matching_files
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation.core.capabilities import EngineName

@@ -1,18 +1,47 @@
-"""Named sets on a command line: ``--set`` of ``eval``, and ``--eval-set`` of the commands that train."""
+"""Rewards and named sets on a command line: ``--reward``, ``--set`` of ``eval``, ``--eval-set`` of training."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_realloc.algorithms.evaluation.evaluation_set import LIBRARIES
-from lightning_realloc.commands.reward_names import describe_names, reward_setting
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.rewards.named import NAMED_REWARDS
 
 STEPS_PER_EVALUATION = 50
 """Default of ``--eval-every``."""
+
+
+def describe_names(*, models: bool = True) -> str:
+    """Return all values that ``--reward`` accepts, as the end of a sentence; for evaluations, those without models."""
+    names = ", ".join(f"{name} ({reward.summary})" for name, reward in NAMED_REWARDS.items())
+    found = f"one of {names}; a function as module:function"
+    return f"{found}; a reward model's name or folder" if models else found
+
+
+def reward_setting(given: Sequence[str], *, flag: str = "--reward") -> str | list[str]:
+    """Return an algorithm's ``reward`` for the values of a flag: one source, or a list of several.
+
+    >>> reward_setting(["exact"]), reward_setting(["math", "mine:brevity"])
+    ('exact', ['math', 'mine:brevity'])
+
+    Raises:
+        ConfigError: for a name that is neither a verifier's, nor a function's path, nor a model's.
+    """
+    for name in given:
+        if name in NAMED_REWARDS or any(mark in name for mark in ":./") or Path(name).exists():
+            continue
+        near = difflib.get_close_matches(name, NAMED_REWARDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"the names are {', '.join(NAMED_REWARDS)}"
+        raise ConfigError(
+            f"{flag}={name} is unknown; {hint}; or give a function as module:function, or a reward model's name or "
+            f"folder"
+        )
+    return given[0] if len(given) == 1 else list(given)
 
 
 def named_sets(given: list[str], flag: str) -> dict[str, str]:
