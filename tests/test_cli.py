@@ -175,7 +175,13 @@ def test_groups_of_settings_are_mappings_in_a_file(workers: WorkerPool, folder: 
     (folder / "rules.py").write_text(ADVANTAGES)
     sets = {"sums": "prompts.jsonl", "words": "prompts.jsonl"}
     data = CONFIG["data"] | {"init_args": CONFIG["data"]["init_args"] | {"data": sets, "val_data": sets}}
-    (folder / "groups.yaml").write_text(yaml.safe_dump(CONFIG | {"model": model, "data": data}))
+    held_out = {"class_path": "PromptDataModule", "init_args": {"data": "prompts.jsonl", "batch_size": 4}}
+    evaluation = {
+        "class_path": "Evaluation",
+        "init_args": {"sets": {"own": {"data": held_out}}},
+    }
+    trainer = CONFIG["trainer"] | {"callbacks": [evaluation]}
+    (folder / "groups.yaml").write_text(yaml.safe_dump({"trainer": trainer, "model": model, "data": data}))
     line = ["fit", "--config", "groups.yaml"]
     fitted, printed, refused, misspelt = _run(
         workers,
@@ -187,6 +193,8 @@ def test_groups_of_settings_are_mappings_in_a_file(workers: WorkerPool, folder: 
     )
     assert fitted.code == 0, fitted.errors
     assert yaml.safe_load(printed.output)["data"]["init_args"]["val_data"] == sets
+    (printed_evaluation,) = yaml.safe_load(printed.output)["trainer"]["callbacks"]
+    assert printed_evaluation["init_args"]["sets"]["own"]["data"]["init_args"]["data"] == "prompts.jsonl"
     settings = yaml.safe_load(printed.output)["model"]["init_args"]
     assert settings["advantages"] == {"class_path": "rules.Above", "init_args": {"baseline": 0.5}}
     assert settings["kl"] == {"coef": 0.1, "estimator": "k1", "place": None, "target": None, "gain": None}

@@ -27,7 +27,7 @@ from lightning_realloc.batch.samples import Column, Samples
 from lightning_realloc.data.data_module import RowDataModule
 from lightning_realloc.data.prompts import PromptDataModule
 from lightning_realloc.data.rows import RowSource, lasting
-from lightning_realloc.data.sources import is_stream
+from lightning_realloc.data.sources import DatasetSource, is_stream
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ConfigError, DataError
 from lightning_realloc.generation import Engine, SamplingParams
@@ -54,7 +54,8 @@ _COLUMN = "rewards"
 class EvaluationSet:
     """Prompts, and the rule for right responses to them."""
 
-    data: RowSource | PromptDataModule
+    # This order matters: jsonargparse takes the first that fits, and would dump a data module as the text of a path.
+    data: str | DatasetSource | PromptDataModule | RowSource
     """Rows, see `PromptDataModule`; or such a data module, whose held-out rows are used if it has any; or a data set of
     reasoning-gym by name, such as ``"reasoning-gym:chain_sum"``, with 200 rows unless ``limit`` is given; or a task of
     lm-eval that generates, with one of its filters or without: ``"lm-eval:gsm8k:flexible-extract"``."""
