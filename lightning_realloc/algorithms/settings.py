@@ -6,7 +6,8 @@ import math
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lightning_realloc.batch.training import TrainOptions, group_name
+from lightning_realloc.batch.shares import group_name
+from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.generation.core.params import is_of_kind
 

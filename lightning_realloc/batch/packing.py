@@ -1,14 +1,12 @@
-"""Pack sequences of different lengths into one row of tokens without padding, and balance them over ranks.
+"""Pack sequences of different lengths into one row of tokens without padding.
 
 Each sequence keeps its own positions, and ``packed_attention`` keeps sequences from attending to each other. Adjacent
-sequences with the same prompt can share its tokens. Micro-batches (first-fit decreasing bin packing) and shares
-(longest processing time first) depend on token counts alone, so every rank computes the same plan.
+sequences with the same prompt can share its tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -27,7 +25,7 @@ from lightning_realloc.batch.samples import (
     prompt_images,
     prompt_keys,
 )
-from lightning_realloc.errors import DataError, PlanError
+from lightning_realloc.errors import DataError
 
 _TENSORS = (
     "input_ids",
@@ -219,77 +217,6 @@ def _packed_experts(experts: Ragged, sample_index: Tensor, positions: Tensor) ->
     """Return the (N, ...) experts of tokens at (N,) positions of their samples."""
     starts = experts.lengths.cumsum(0) - experts.lengths
     return experts.values[(starts[sample_index] + positions).to(experts.values.device)]
-
-
-def micro_batches(
-    lengths: Sequence[int], max_tokens: int, *, call: str, item_name: str = "sequence"
-) -> list[tuple[int, ...]]:
-    """Divide positions into few packs of at most ``max_tokens`` tokens by first-fit decreasing.
-
-    It needs at most 11/9 of the fewest possible packs, plus one. Positions in a pack ascend; packs are sorted by their
-    first positions. Source: Johnson et al., SIAM J. Comput. 3 (1974).
-
-    Args:
-        call: Call whose ``micro_batch_tokens`` is the limit, for error messages.
-        item_name: Name of one item in error messages.
-
-    Raises:
-        DataError: if one item alone is longer than ``max_tokens``.
-    """
-    longest = max(lengths, default=0)
-    if longest > max_tokens:
-        raise DataError(too_long_for(call, max_tokens, longest, item_name=item_name))
-    packs: list[list[int]] = []
-    room: list[int] = []
-    for position in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        place = next((k for k, free in enumerate(room) if free >= lengths[position]), None)
-        if place is None:
-            packs.append([position])
-            room.append(max_tokens - lengths[position])
-        else:
-            packs[place].append(position)
-            room[place] -= lengths[position]
-    return sorted(tuple(sorted(members)) for members in packs)
-
-
-def too_long_for(call: str, max_tokens: int, longest: int, *, item_name: str = "sequence") -> str:
-    """Return the error of a call with a sequence, or samples that stay together, of more tokens than its limit."""
-    return (
-        f"a {item_name} must fit one micro-batch of {call}; one has {longest} tokens, and micro_batch_tokens="
-        f"{max_tokens}: raise it to at least {longest} where it is set, in the plan's entry of {call} or in "
-        f"TrainOptions, or shorten prompts and responses; where that takes too much memory, divide rows over ranks by "
-        f"cp in the layout"
-    )
-
-
-def balanced_shares(
-    lengths: Sequence[int], num_shares: int, *, groups: Sequence[int] | None = None
-) -> tuple[tuple[int, ...], ...]:
-    """Divide positions among data-parallel ranks so that the summed lengths are close to equal.
-
-    Returns each share's positions, ascending. Positions with the same entry in ``groups`` stay together. With at least
-    as many groups as shares, no share is empty.
-
-    Longest processing time first: the longest remaining group goes to the share with the smallest sum. The largest sum
-    is at most 4/3 - 1/(3 shares) of the optimum. Source: Graham, "Bounds on multiprocessing timing anomalies", SIAM J.
-    Appl. Math. 17 (1969).
-    """
-    if num_shares < 1:
-        raise PlanError(f"samples are divided among 1 or more ranks; got num_shares={num_shares}")
-    if groups is not None and len(groups) != len(lengths):
-        raise PlanError(f"groups must name one group per length; got {len(groups)} groups for {len(lengths)} lengths")
-    members: dict[int, list[int]] = {}
-    for position in range(len(lengths)):
-        members.setdefault(position if groups is None else groups[position], []).append(position)
-    weight = {group: sum(lengths[position] for position in rows) for group, rows in members.items()}
-    # The number of positions breaks ties, so that empty sequences spread as well and no share stays empty.
-    shares = [(0, 0, share) for share in range(num_shares)]
-    taken: list[list[int]] = [[] for _ in range(num_shares)]
-    for group in sorted(members, key=lambda name: (-weight[name], members[name][0])):
-        total, count, share = heapq.heappop(shares)
-        taken[share].extend(members[group])
-        heapq.heappush(shares, (total + weight[group], count + len(members[group]), share))
-    return tuple(tuple(sorted(rows)) for rows in taken)
 
 
 def _shared_prompt_lengths(samples: Samples) -> Tensor:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_realloc.batch.shares import Integers
 from lightning_realloc.errors import DataError
 
 
@@ -82,12 +83,15 @@ class Ragged:
         flat, offsets = self.values.tolist(), self.offsets.tolist()
         return [flat[begin:end] for begin, end in itertools.pairwise(offsets)]
 
-    def select(self, indices: Sequence[int] | Tensor) -> Ragged:
+    def select(self, indices: Sequence[int] | Tensor | Integers) -> Ragged:
         """Return the sequences at these positions, in this order; a position may repeat."""
         rows, offsets = as_indices(indices, len(self)), self.offsets
+        lengths = self.lengths[rows]
+        if not self.values.numel():  # lengths alone, of all samples of an iteration
+            return Ragged(self.values.new_empty(int(lengths.sum()), *self.values.shape[1:]), lengths)
         begins, ends = offsets[rows].tolist(), offsets[rows + 1].tolist()
         parts = [self.values[begin:end] for begin, end in zip(begins, ends, strict=True)]
-        return Ragged(torch.cat(parts) if parts else self.values[:0], self.lengths[rows])
+        return Ragged(torch.cat(parts) if parts else self.values[:0], lengths)
 
     def to(self, device: torch.device | str) -> Ragged:
         """Return the same sequences with ``values`` on ``device``."""
@@ -106,7 +110,7 @@ def check_host_integers(tensor: Tensor, name: str) -> None:
         )
 
 
-def as_indices(indices: Sequence[int] | Tensor, num_rows: int) -> Tensor:
+def as_indices(indices: Sequence[int] | Tensor | Integers, num_rows: int) -> Tensor:
     """Return positions as an int64 tensor on the host; DataError for positions outside ``0..num_rows - 1``."""
     rows = torch.as_tensor(indices, dtype=torch.int64, device="cpu")
     if rows.dim() != 1:

@@ -18,6 +18,7 @@ from lightning_realloc.batch.model_input import AnswerInput, ModelInput, prompt_
 from lightning_realloc.batch.prompt_images import PromptImages
 from lightning_realloc.batch.ragged import Ragged as Ragged
 from lightning_realloc.batch.ragged import as_indices, check_host_integers, tensors_equal
+from lightning_realloc.batch.shares import Integers
 from lightning_realloc.batch.stored_objects import plain_value, restored_value
 from lightning_realloc.errors import DataError
 
@@ -132,19 +133,23 @@ class Samples:
         }
         return self.with_columns(**columns)
 
-    def select(self, indices: Sequence[int] | Tensor, *, ids: Tensor | None = None) -> Samples:
+    def select(self, indices: Sequence[int] | Tensor | Integers, *, ids: Tensor | None = None) -> Samples:
         """Return the samples at these positions, in this order, under new ``ids`` if one is repeated."""
         rows = as_indices(indices, len(self))
         return self._picked(rows, self.ids[rows] if ids is None else ids)
 
     def by_ids(self, ids: Sequence[int] | Tensor) -> Samples:
         """Return the samples with these ids, in this order; DataError if an id is absent."""
-        position = {sample_id: row for row, sample_id in enumerate(self.ids.tolist())}
-        wanted = ids.tolist() if isinstance(ids, Tensor) else list(ids)
-        missing = [sample_id for sample_id in wanted if sample_id not in position]
-        if missing:
+        wanted = torch.as_tensor(ids, dtype=torch.int64)
+        ordered, rows = self.ids.sort()
+        places = torch.searchsorted(ordered, wanted)
+        is_here = torch.zeros_like(wanted, dtype=torch.bool)
+        is_inside = places < len(self)
+        is_here[is_inside] = ordered[places[is_inside]] == wanted[is_inside]
+        if not is_here.all():
+            missing = wanted[~is_here].tolist()
             raise DataError(f"{len(missing)} of {len(wanted)} sample ids are not here, the first are {missing[:5]}")
-        return self.select([position[sample_id] for sample_id in wanted])
+        return self.select(rows[places])
 
     def sorted_by_id(self) -> Samples:
         """Return the samples in ascending order of their ids."""

@@ -13,11 +13,20 @@ from itertools import pairwise
 from numbers import Real
 from typing import TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_realloc.batch.packing import PackedBatch, balanced_shares, micro_batches, pack
+from lightning_realloc.batch.packing import PackedBatch, pack
 from lightning_realloc.batch.samples import EXPERTS, PROMPT_KEY, RECORD, Ragged, Samples, extra_columns
+from lightning_realloc.batch.shares import (
+    Integers,
+    MicroBatch,
+    MicroBatchPlan,
+    group_lengths,
+    group_name,
+    micro_batch_plan,
+)
 from lightning_realloc.errors import ConfigError, DataError
 from lightning_realloc.layout.dims import is_count
 from lightning_realloc.limits import DEFAULT_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS
@@ -179,17 +188,6 @@ class TrainOptions:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Samples that one rank packs into one forward pass."""
-
-    positions: tuple[int, ...]
-    """Positions among the samples of the call."""
-    counts: bool
-    """Whether the result counts. False marks a filler that keeps collective forward passes in step; its loss and
-    gradients are zeroed."""
-
-
 def pack_columns(samples: Samples, device: torch.device, *, share_prompts: bool = False) -> PackedBatch:
     """Pack the samples with their tensors and sequences, records apart, into one row on ``device``.
 
@@ -200,35 +198,6 @@ def pack_columns(samples: Samples, device: torch.device, *, share_prompts: bool 
     columns = [name for name in samples.columns if name not in inputs and not name.startswith(RECORD)]
     share_prompts = share_prompts and device.type == "cpu"
     return pack(samples, columns=columns, share_prompts=share_prompts).to(device)
-
-
-def micro_batch_plan(
-    lengths: Sequence[int],
-    num_shares: int,
-    *,
-    max_tokens: int,
-    equal_counts: bool,
-    call: str,
-    group_size: int = 1,
-) -> tuple[tuple[MicroBatch, ...], ...]:
-    """Return the micro-batches of every data-parallel rank: its balanced share of the positions, packed.
-
-    Every rank has at least one micro-batch, so that it takes part in reducing gradients. ``equal_counts`` adds fillers
-    until every rank has as many as the busiest one. Sharded weights need this, because each forward pass is a
-    collective. The shares do not depend on it.
-
-    Consecutive groups of ``group_size`` positions stay together in one micro-batch, adjacent and in order. Errors name
-    ``call``.
-    """
-    sizes = _group_lengths(lengths, group_size)
-    plans: list[list[MicroBatch]] = []
-    for share in balanced_shares(sizes, num_shares):
-        name = group_name(group_size)
-        packs = micro_batches([sizes[group] for group in share], max_tokens, item_name=name, call=call)
-        plans.append([MicroBatch(_members([share[row] for row in pack], group_size), True) for pack in packs])
-    filler = MicroBatch(_members([min(range(len(sizes)), key=sizes.__getitem__)], group_size), False)
-    least = max(len(plan) for plan in plans) if equal_counts else 1
-    return tuple(tuple(plan + [filler] * (least - len(plan))) for plan in plans)
 
 
 def halved(micro_batches: Sequence[MicroBatch], times: int, group_size: int = 1) -> tuple[MicroBatch, ...]:
@@ -248,27 +217,22 @@ def halved(micro_batches: Sequence[MicroBatch], times: int, group_size: int = 1)
     return found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class TrainStep:
     """One optimizer step of a training call."""
 
-    positions: tuple[int, ...]
-    """Positions of the mini-batch's samples, over all ranks."""
-    shares: tuple[tuple[MicroBatch, ...], ...]
+    positions: Integers
+    """(N,) positions of the mini-batch's samples, over all ranks."""
+    shares: MicroBatchPlan
     """Micro-batches of each data-parallel rank."""
 
-    def reindexed(self, positions: Sequence[int]) -> TrainStep:
+    def reindexed(self, positions: Integers) -> TrainStep:
         """Return the step with every position ``p`` replaced by ``positions[p]``."""
-
-        def mapped(rows: Sequence[int]) -> tuple[int, ...]:
-            return tuple(positions[row] for row in rows)
-
-        shares = tuple(tuple(MicroBatch(mapped(m.positions), m.counts) for m in share) for share in self.shares)
-        return TrainStep(mapped(self.positions), shares)
+        return TrainStep(positions[self.positions], self.shares.reindexed(positions))
 
 
 def train_steps(
-    lengths: Sequence[int],
+    lengths: Integers,
     options: TrainOptions,
     num_shares: int,
     *,
@@ -289,58 +253,40 @@ def train_steps(
         )
         for positions in minibatches:
             shares = micro_batch_plan(
-                [lengths[position] for position in positions],
+                lengths[positions],
                 num_shares,
                 max_tokens=max_tokens,
                 equal_counts=equal_counts,
                 group_size=group_size,
                 call=call,
             )
-            steps.append(TrainStep(tuple(range(len(positions))), shares).reindexed(positions))
+            steps.append(TrainStep(positions, shares.reindexed(positions)))
     return tuple(steps)
 
 
 def minibatch_positions(
     num_samples: int, num_minibatches: int, *, seed: int, group_size: int = 1
-) -> tuple[tuple[int, ...], ...]:
+) -> tuple[Integers, ...]:
     """Return a shuffled partition of the positions into equal mini-batches, one per optimizer step.
 
     Consecutive groups of ``group_size`` positions stay together.
 
     Raises:
         ConfigError: if there are fewer groups than mini-batches.
+        DataError: for an incomplete group.
     """
-    num_groups = len(_group_lengths(range(num_samples), group_size))
+    num_groups = len(group_lengths(np.zeros(num_samples), group_size))
     if num_groups < num_minibatches:
         raise ConfigError(
             f"num_minibatches={num_minibatches} needs as many {group_name(group_size, 'sample')}s in an iteration, "
             f"there are {num_groups}; lower num_minibatches or raise the batch size"
         )
     if num_minibatches == 1:
-        return (tuple(range(num_samples)),)
-    order = torch.randperm(num_groups, generator=torch.Generator().manual_seed(seed)).tolist()
+        return (np.arange(num_samples),)
+    order = torch.randperm(num_groups, generator=torch.Generator().manual_seed(seed)).numpy()
     bounds = [num_groups * part // num_minibatches for part in range(num_minibatches + 1)]
-    return tuple(_members(sorted(order[a:b]), group_size) for a, b in pairwise(bounds))
-
-
-def group_name(group_size: int, one: str = "sequence") -> str:
-    """Return the name of ``group_size`` samples that stay together, for error messages."""
-    return {1: one, 2: "pair"}.get(group_size, f"group of {group_size} {one}s")
-
-
-def _group_lengths(lengths: Sequence[int], group_size: int) -> list[int]:
-    """Return the summed length of each group of ``group_size`` adjacent samples."""
-    if len(lengths) % group_size:
-        raise DataError(
-            f"samples that stay together come in groups of {group_size}, and there are {len(lengths)}; "
-            f"include all samples of every group"
-        )
-    return [sum(lengths[first : first + group_size]) for first in range(0, len(lengths), group_size)]
-
-
-def _members(groups: Sequence[int], group_size: int) -> tuple[int, ...]:
-    """Return the positions of the groups, group by group."""
-    return tuple(group * group_size + place for group in groups for place in range(group_size))
+    members = np.arange(num_samples).reshape(num_groups, group_size)
+    return tuple(members[np.sort(order[a:b])].ravel() for a, b in pairwise(bounds))
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -9,9 +9,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_realloc.batch.packing import too_long_for
 from lightning_realloc.batch.samples import Samples, extra_inputs, prompt_images
-from lightning_realloc.batch.training import group_name
+from lightning_realloc.batch.shares import group_name, too_long_for
 from lightning_realloc.data.images.sample_images import SampleImages
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan

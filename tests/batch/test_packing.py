@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_realloc.batch.packing import micro_batches, pack
+from lightning_realloc.batch.packing import pack
 from lightning_realloc.batch.ragged import Ragged
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.errors import DataError
@@ -109,31 +109,6 @@ def test_packing_names_the_sample_that_does_not_fit() -> None:
         pack(samples.select([]))
     with pytest.raises(DataError, match="no column 'rewards' was packed"):
         pack(samples)["rewards"]
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.lists(st.integers(1, 20), max_size=25))
-def test_micro_batches_hold_every_position_once_within_the_bound(lengths: list[int]) -> None:
-    packs = micro_batches(lengths, 20, call="actor.train")
-    assert sorted(position for members in packs for position in members) == list(range(len(lengths)))
-    assert all(sum(lengths[position] for position in members) <= 20 for members in packs)
-    assert packs == sorted(packs)
-    assert all(list(members) == sorted(members) for members in packs)
-    # First fit never leaves two packs that fit into one, which would waste a forward pass.
-    sums = sorted(sum(lengths[position] for position in members) for members in packs)
-    assert len(sums) < 2 or sums[0] + sums[1] > 20
-
-
-def test_micro_batches_fill_gaps_with_short_sequences() -> None:
-    # by length: 7 opens a pack (3 left), 6 opens one (4 left), 4 goes into the second, 3 into the first
-    assert micro_batches([3, 7, 4, 6], 10, call="actor.train") == [(0, 1), (2, 3)]
-
-
-def test_a_sequence_longer_than_a_micro_batch_is_refused_with_the_bound_it_needs() -> None:
-    with pytest.raises(
-        DataError, match=r"micro-batch of actor.train; one has 11 tokens, and .*=10: raise it to at least 11"
-    ):
-        micro_batches([3, 11], 10, call="actor.train")
 
 
 def test_experts_follow_their_tokens_and_prompts_with_other_experts_are_not_shared() -> None:

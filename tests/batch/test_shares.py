@@ -1,4 +1,4 @@
-"""Shares of samples for data-parallel ranks: complete, not empty, and close to equal in tokens."""
+"""Shares of samples for data-parallel ranks, complete, not empty and close to equal in tokens, and their packs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_realloc.batch.packing import balanced_shares
-from lightning_realloc.errors import PlanError
+from lightning_realloc.batch.shares import balanced_shares, micro_batch_plan
+from lightning_realloc.errors import DataError, PlanError
 
 
 @settings(deadline=None, max_examples=200)
@@ -45,3 +45,34 @@ def test_invalid_arguments_of_shares_are_refused() -> None:
         balanced_shares([1], 0)
     with pytest.raises(PlanError, match="2 groups for 1 lengths"):
         balanced_shares([1], 1, groups=[0, 1])
+
+
+def _packs(lengths: list[int], max_tokens: int) -> list[tuple[int, ...]]:
+    """Return the micro-batches of one rank."""
+    (plan,) = micro_batch_plan(lengths, 1, max_tokens=max_tokens, equal_counts=False, call="actor.train")
+    return [micro.positions for micro in plan]
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=25))
+def test_micro_batches_hold_every_position_once_within_the_bound(lengths: list[int]) -> None:
+    packs = _packs(lengths, 20)
+    assert sorted(position for members in packs for position in members) == list(range(len(lengths)))
+    assert all(sum(lengths[position] for position in members) <= 20 for members in packs)
+    assert packs == sorted(packs)
+    assert all(list(members) == sorted(members) for members in packs)
+    # First fit never leaves two packs that fit into one, which would waste a forward pass.
+    sums = sorted(sum(lengths[position] for position in members) for members in packs)
+    assert len(sums) < 2 or sums[0] + sums[1] > 20
+
+
+def test_micro_batches_fill_gaps_with_short_sequences() -> None:
+    # by length: 7 opens a pack (3 left), 6 opens one (4 left), 4 goes into the second, 3 into the first
+    assert _packs([3, 7, 4, 6], 10) == [(0, 1), (2, 3)]
+
+
+def test_a_sequence_longer_than_a_micro_batch_is_refused_with_the_bound_it_needs() -> None:
+    with pytest.raises(
+        DataError, match=r"micro-batch of actor.train; one has 11 tokens, and .*=10: raise it to at least 11"
+    ):
+        _packs([3, 11], 10)

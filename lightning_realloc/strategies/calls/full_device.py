@@ -10,7 +10,8 @@ from typing import TypeVar
 
 import torch
 
-from lightning_realloc.batch.training import MicroBatch, halved
+from lightning_realloc.batch.shares import MicroBatch
+from lightning_realloc.batch.training import halved
 from lightning_realloc.dataflow.dataflow import CallKind, ModelFunctionCall
 from lightning_realloc.errors import DeviceFull
 from lightning_realloc.layout.dims import Layout

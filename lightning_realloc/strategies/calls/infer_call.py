@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import Column, Ragged, Samples
-from lightning_realloc.batch.training import MicroBatch
+from lightning_realloc.batch.shares import MicroBatch
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import ReallocError
 from lightning_realloc.runtime.parallel.pipeline import PipelineStage, pipeline_infer

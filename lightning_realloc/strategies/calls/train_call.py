@@ -14,9 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_realloc.batch.packing import PackedBatch
 from lightning_realloc.batch.samples import EXPERTS
+from lightning_realloc.batch.shares import MicroBatch
 from lightning_realloc.batch.training import (
     Loss,
-    MicroBatch,
     Totals,
     TrainOptions,
     num_counted_tokens,

@@ -12,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import PlanError
@@ -19,6 +21,7 @@ from lightning_realloc.runtime.messages.codec import decode_message, encode_mess
 from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
 from lightning_realloc.strategies.exchange.routing import Routes
 from lightning_realloc.strategies.exchange.sample_table import (
+    Holders,
     PositionedRows,
     SampleChunk,
     SampleTable,
@@ -105,14 +108,12 @@ class GeneratedSamples:
 
     def _make_table(self, known: Samples, chunks: Sequence[tuple[int, Samples]]) -> SampleTable:
         """Return the table of all samples, given sender and outline of each chunk."""
-        row_of = {sample_id: row for row, sample_id in enumerate(known.ids.tolist())}
-        positions = [[row_of[sample_id] for sample_id in chunk.ids.tolist()] for _, chunk in chunks]
-        holders: list[tuple[int, ...]] = [()] * len(known)
-        holders_of = {sender: self._place.holders(index) for index, sender in enumerate(self._place.senders)}
+        positions = [np.searchsorted(known.ids.numpy(), chunk.ids.numpy()) for _, chunk in chunks]
+        share_of = {ranks[0]: share for share, ranks in self._place.holders.items()}
+        shares = np.full(len(known), -1)
         for (sender, _), rows in zip(chunks, positions, strict=True):
-            for row in rows:
-                holders[row] = holders_of[sender]
-        return SampleTable(known, holders, chunks=positions)
+            shares[rows] = share_of[sender]
+        return SampleTable(known, Holders(shares, self._place.holders), chunks=positions)
 
     def _keys(self) -> list[ChunkKey]:
         return [(number, sender) for number in range(self.num_chunks) for sender in self._place.senders]
@@ -197,14 +198,17 @@ class ChunkedSamples(GeneratedSamples):
             return
         lengths = sequence_lengths(made)
         for rank in self._messages.others:
-            if positions := self._routes.fusion.chunk_positions(self._call, rank, lengths):
+            positions = self._routes.fusion.chunk_positions(self._call, rank, lengths)
+            if len(positions):
                 rows = product_columns(made.select(positions), self._call, self._call.produces)
                 self._messages.send([rank], FrameKind.ROWS, self._call, rows, part=number)
 
     def _chunk(self, key: ChunkKey) -> Samples | None:
         """Return the sequences of a chunk that this rank works on in fused calls, None if there are none."""
         known, (number, sender) = self._outline(key), key
-        if known is None or not self._routes.fusion.chunk_positions(self._call, self._rank, sequence_lengths(known)):
+        if known is None:
+            return None
+        if not len(self._routes.fusion.chunk_positions(self._call, self._rank, sequence_lengths(known))):
             return None
         if key not in self._rows:
             self._rows[key] = self._messages.receive(FrameKind.ROWS, self._call, sender, part=number)

@@ -10,6 +10,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
+
 from lightning_realloc.batch.samples import RECORD, Column, Samples, samples_from_state, samples_state
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import PlanError
@@ -87,7 +90,7 @@ class IterationData:
         """
         table = self.table(call)
         positions = self.routes.positions(call, self._rank, table)
-        if not positions:
+        if not len(positions):
             return None
         columns: dict[str, Column] = {}
         data: dict[str, tuple[object, ...]] = {}
@@ -143,17 +146,13 @@ class IterationData:
         table = self._made_by(call)
         if generated is None:
             _check_complete(call, made)
-        holders = self.routes.holders(call, table)
-        mine = [position for position in table.positions(made) if holders[position][0] == self._rank]
-        if mine:
-            self._mine[call.name] = made if len(mine) == len(made) else made.by_ids(table.ids(mine))
-        own = self.routes.delivery(call, self._rank, table)
-        self._held[call.name].append(product_columns(made, call, own.products))
-        for rank in self._mailbox.others:
-            delivery = self.routes.delivery(call, rank, table)
-            if rows := delivery.senders.get(self._rank):
-                samples = product_columns(made.by_ids(table.ids(rows)), call, delivery.products)
-                self._messages.send([rank], FrameKind.ROWS, call, samples, part=REST)
+        is_mine = self.routes.holders(call, table).senders[table.positions(made)] == self._rank
+        if is_mine.any():
+            self._mine[call.name] = made if is_mine.all() else made.select(torch.from_numpy(np.flatnonzero(is_mine)))
+        self._held[call.name].append(product_columns(made, call, self.routes.products(call, self._rank, table)))
+        for receiver, rows in self.routes.outgoing(call, self._rank, table).items():
+            samples = product_columns(made.by_ids(table.ids(rows)), call, self.routes.products(call, receiver, table))
+            self._messages.send([receiver], FrameKind.ROWS, call, samples, part=REST)
 
     def _receive_results(self, producer: ModelFunctionCall, table: SampleTable) -> None:
         """Receive the results of other ranks that this one needs, in this call or a later one."""
@@ -163,7 +162,7 @@ class IterationData:
         generated = self._generated.get(producer.name)
         if isinstance(generated, ChunkedSamples):
             self._held[producer.name] += generated.rows()
-        for sender in sorted(self.routes.delivery(producer, self._rank, table).senders):
+        for sender in self.routes.senders(producer, self._rank, table):
             self._held[producer.name].append(self._messages.receive(FrameKind.ROWS, producer, sender, part=REST))
 
     def _made_by(self, call: ModelFunctionCall) -> SampleTable:
@@ -249,12 +248,12 @@ class IterationData:
         """Return the results that this rank would have made; None without any."""
         table = self.table(call)
         ids = table.ids(self.routes.positions(call, self._rank, table))
-        if not ids or call.kind == "compute":
-            return made.by_ids(ids) if ids else None
+        if not len(ids) or call.kind == "compute":
+            return made.by_ids(ids) if len(ids) else None
         place = self.routes.placements[call.name]
-        if self._rank not in place.holders(place.layout.data_parallel_index(self._rank)):
+        if self._rank not in place.holders[place.layout.data_parallel_index(self._rank)]:
             return None
-        prompts = set(ids)
+        prompts = set(ids.tolist())
         rows = [row for row, prompt in enumerate(made.tensor("prompt_id").tolist()) if prompt in prompts]
         return made.select(rows) if rows else None
 

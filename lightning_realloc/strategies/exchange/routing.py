@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from types import MappingProxyType
 
-from lightning_realloc.batch.packing import balanced_shares
-from lightning_realloc.batch.training import MicroBatch, TrainOptions, TrainStep, micro_batch_plan, train_steps
+import numpy as np
+
+from lightning_realloc.batch.shares import Integers, MicroBatchPlan, SharedWork, micro_batch_plan, share_of_each
+from lightning_realloc.batch.training import TrainOptions, TrainStep, train_steps
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.strategies.exchange.sample_table import Holders, SampleTable
 from lightning_realloc.tuning.timeline.fusion import fused_first, fused_groups, fused_sources
-
-MicroBatchPlan = tuple[tuple[MicroBatch, ...], ...]
-"""The micro-batches of each data-parallel rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,21 +36,32 @@ class CallPlacement:
     order_seeds: Sequence[int] = ()
     """One seed per epoch of a training call, for the order of its mini-batches."""
 
-    def holders(self, index: int) -> tuple[int, ...]:
-        """Return the ranks that hold the results of data-parallel share ``index``: those of the last stage."""
-        return _last_ranks(self.layout)[index]
+    @property
+    def holders(self) -> Mapping[int, tuple[int, ...]]:
+        """Data-parallel share -> the ranks that hold its results, those of the last stage. The first sends them."""
+        return _last_ranks(self.layout)
 
     @property
     def senders(self) -> tuple[int, ...]:
         """The rank that sends a call's results, for each data-parallel share."""
-        return tuple(ranks[0] for ranks in _last_ranks(self.layout))
+        return tuple(ranks[0] for ranks in self.holders.values())
 
 
 @lru_cache(maxsize=256)
-def _last_ranks(layout: Layout) -> tuple[tuple[int, ...], ...]:
+def _last_ranks(layout: Layout) -> Mapping[int, tuple[int, ...]]:
     """Return for each data-parallel share the ranks of the last stage that work on it."""
     last = {ranks[-1] for ranks in layout.groups(*layout.stage_axes)}
-    return tuple(zip(*(ranks for ranks in layout.groups(*layout.batch_axes) if ranks[0] in last), strict=True))
+    shares = zip(*(ranks for ranks in layout.groups(*layout.batch_axes) if ranks[0] in last), strict=True)
+    return MappingProxyType(dict(enumerate(shares)))
+
+
+@lru_cache(maxsize=256)
+def _ranks_of_shares(layout: Layout) -> tuple[tuple[int, ...], ...]:
+    """Return for each data-parallel share all ranks that work on it."""
+    found: list[list[int]] = [[] for _ in range(layout.data_parallel_size)]
+    for rank in layout.ranks:
+        found[layout.data_parallel_index(rank)].append(rank)
+    return tuple(map(tuple, found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +103,7 @@ class Fusion:
             if self.sources.get(call.name) == source.name and rank in self.placements[call.name].layout
         ]
 
-    def chunk_shares(self, call: ModelFunctionCall, lengths: Sequence[int]) -> MicroBatchPlan:
+    def chunk_shares(self, call: ModelFunctionCall, lengths: Integers) -> MicroBatchPlan:
         """Return the micro-batches of a chunk for each data-parallel rank of ``call``; a rank may have none.
 
         Positions count from the chunk's first sample. Repetitions that keep collective passes in step stay within it.
@@ -104,32 +115,22 @@ class Fusion:
         place = self.placements[call.name]
         in_step, num_shares = place.layout.runs_in_lockstep, place.layout.data_parallel_size
         limit = place.micro_batch_tokens
-        plans = micro_batch_plan(lengths, num_shares, max_tokens=limit, equal_counts=in_step, call=call.name)
-        return tuple(tuple(micro for micro in plan if micro.counts or in_step) for plan in plans)
+        plan = micro_batch_plan(lengths, num_shares, max_tokens=limit, equal_counts=in_step, call=call.name)
+        return plan if in_step else plan.without_fillers()
 
-    def chunk_positions(self, source: ModelFunctionCall, rank: int, lengths: Sequence[int]) -> tuple[int, ...]:
+    def chunk_positions(self, source: ModelFunctionCall, rank: int, lengths: Integers) -> Integers:
         """Return the positions of a chunk that ``rank`` works on in any fused call, ascending."""
-        positions: set[int] = set()
+        found = [np.zeros(0, dtype=np.int64)]
         for call in self.users(source, rank):
-            share = self.chunk_shares(call, lengths)[self.placements[call.name].layout.data_parallel_index(rank)]
-            positions.update(position for micro in share for position in micro.positions)
-        return tuple(sorted(positions))
+            index = self.placements[call.name].layout.data_parallel_index(rank)
+            found.append(SharedWork.of(*self.chunk_shares(call, lengths).work()).by(index))
+        return np.unique(np.concatenate(found))
 
     def groups(
         self, calls: Sequence[ModelFunctionCall], *, alone: Collection[str] = ()
     ) -> list[tuple[ModelFunctionCall, ...]]:
         """Return ``calls`` in groups that run together; see `fused_groups`."""
         return fused_groups(calls, self.sources, alone=alone)
-
-
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """Results of one call that one rank needs."""
-
-    products: frozenset[str]
-    """Names of the products that it needs."""
-    senders: Mapping[int, Sequence[int]]
-    """Rank -> positions whose results it sends, ascending; without those that came in chunks or are on the receiver."""
 
 
 @dataclass(slots=True)
@@ -152,10 +153,9 @@ class Routes:
     """The calls that start before all samples are generated."""
     owners: Mapping[str, ModelFunctionCall | None] = field(init=False)
     """Call -> the generating call whose samples it works on; None for the loader's batch."""
-    _shares: dict[str, tuple[tuple[int, ...], ...]] = field(init=False, default_factory=dict)
+    _work: dict[str, SharedWork] = field(init=False, default_factory=dict)
     _infers: dict[str, MicroBatchPlan] = field(init=False, default_factory=dict)
     _trains: dict[str, tuple[TrainStep, ...]] = field(init=False, default_factory=dict)
-    _computes: dict[str, dict[int, tuple[int, ...]]] = field(init=False, default_factory=dict)
     _holders: dict[str, Holders] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -188,28 +188,30 @@ class Routes:
         return tuple(call for call in self.calls if call not in at_once)
 
     # ---- who works on which samples
-    def positions(self, call: ModelFunctionCall, rank: int, table: SampleTable) -> tuple[int, ...]:
+    def positions(self, call: ModelFunctionCall, rank: int, table: SampleTable) -> Integers:
         """Return the positions of ``table`` that ``rank`` works on in ``call``, ascending."""
         if call.kind == "compute":
-            return tuple(sorted(self.computed(call, table).get(rank, ())))
+            return self.work(call, table).by(rank)
         layout = self.placements[call.name].layout
-        if rank not in layout:
-            return ()
-        index = layout.data_parallel_index(rank)
-        if call.kind == "generate":
-            return self.prompts(call, table)[index]
-        if call.kind == "infer":
-            micros = self.micro_batches(call, table)[index]
-        else:
-            micros = tuple(micro for step in self.train_steps(call, table) for micro in step.shares[index])
-        return tuple(sorted({position for micro in micros for position in micro.positions}))
+        return self.work(call, table).by(layout.data_parallel_index(rank) if rank in layout else -1)
 
-    def prompts(self, call: ModelFunctionCall, table: SampleTable) -> tuple[tuple[int, ...], ...]:
-        """Return the positions that each data-parallel rank generates for."""
-        if call.name not in self._shares:
-            layout = self.placements[call.name].layout
-            self._shares[call.name] = balanced_shares(table.lengths, layout.data_parallel_size)
-        return self._shares[call.name]
+    def work(self, call: ModelFunctionCall, table: SampleTable) -> SharedWork:
+        """Return which data-parallel shares of a call, or which ranks of a computation, work on which positions."""
+        if call.name not in self._work:
+            self._work[call.name] = self._find_work(call, table)
+        return self._work[call.name]
+
+    def _find_work(self, call: ModelFunctionCall, table: SampleTable) -> SharedWork:
+        if call.kind == "compute":
+            return SharedWork.of(self._computing_rank(call, table), np.arange(len(table)))
+        if call.kind == "generate":
+            num_shares = self.placements[call.name].layout.data_parallel_size
+            return SharedWork.of(share_of_each(table.lengths, num_shares), np.arange(len(table)))
+        if call.kind == "infer":
+            return SharedWork.of(*self.micro_batches(call, table).work())
+        steps = [step.shares.work() for step in self.train_steps(call, table)]
+        shares, positions = (np.concatenate(columns) for columns in zip(*steps, strict=True))
+        return SharedWork.of(shares, positions)
 
     def micro_batches(self, call: ModelFunctionCall, table: SampleTable) -> MicroBatchPlan:
         """Return the forward passes of an inference call by data-parallel rank; a fused call goes chunk by chunk."""
@@ -227,50 +229,38 @@ class Routes:
 
     def _plan_by_chunk(self, call: ModelFunctionCall, table: SampleTable) -> MicroBatchPlan:
         lengths = table.lengths
-        plans: list[list[MicroBatch]] = [[] for _ in range(self.placements[call.name].layout.data_parallel_size)]
-        for chunk in table.chunks:
-            shares = self.fusion.chunk_shares(call, [lengths[position] for position in chunk])
-            for plan, share in zip(plans, shares, strict=True):
-                plan += [MicroBatch(tuple(chunk[row] for row in micro.positions), micro.counts) for micro in share]
-        return tuple(map(tuple, plans))
+        plans = [self.fusion.chunk_shares(call, lengths[chunk]).reindexed(chunk) for chunk in table.chunks]
+        return MicroBatchPlan.joined(plans)
 
     def train_steps(self, call: ModelFunctionCall, table: SampleTable) -> tuple[TrainStep, ...]:
         """Return the optimizer steps of a training call."""
         if call.name not in self._trains:
             place, positions, lengths = self.placements[call.name], table.trained_positions, table.lengths
             steps = train_steps(
-                [lengths[position] for position in positions], place.train_options, place.layout.data_parallel_size,
+                lengths[positions], place.train_options, place.layout.data_parallel_size,
                 max_tokens=place.micro_batch_tokens, equal_counts=place.layout.runs_in_lockstep,
                 order_seeds=place.order_seeds, group_size=self.group_size, call=call.name,
             )  # fmt: skip
             self._trains[call.name] = tuple(step.reindexed(positions) for step in steps)
         return self._trains[call.name]
 
-    def computed(self, call: ModelFunctionCall, table: SampleTable) -> Mapping[int, Sequence[int]]:
-        """Return rank -> the positions that it computes.
+    def _computing_rank(self, call: ModelFunctionCall, table: SampleTable) -> Integers:
+        """Return the rank that computes each position, (N,).
 
         Samples of a prompt stay together, on ranks that hold them already. A computation that runs one iteration later
         is made by the ranks of the call that uses it, and one over the whole batch by the first of these.
         """
-        if call.name not in self._computes:
-            self._computes[call.name] = self._compute_shares(call, table)
-        return self._computes[call.name]
-
-    def _compute_shares(self, call: ModelFunctionCall, table: SampleTable) -> dict[int, tuple[int, ...]]:
         ranks = self.computing_ranks(call)
         if call.whole_batch:
-            return {ranks[0]: tuple(range(len(table)))}
-        teams: dict[tuple[int, ...], list[int]] = {}
+            return np.full(len(table), ranks[0])
         holders = None if call in self.calls_later() else table.holders
-        for position in range(len(table)):
-            teams.setdefault(ranks if holders is None else holders[position], []).append(position)
-        shares: dict[int, tuple[int, ...]] = {}
-        group_of = table.groups(self.group_size)
-        for team, positions in teams.items():
-            groups = [group_of[position] for position in positions]
-            for rank, rows in zip(team, balanced_shares([1] * len(positions), len(team), groups=groups), strict=True):
-                shares[rank] = tuple(positions[row] for row in rows)
-        return shares
+        if holders is None:
+            holders = Holders(np.zeros(len(table), dtype=np.int64), {0: ranks})
+        found, groups = np.full(len(table), -1), table.groups(self.group_size)
+        for share, team in holders.ranks.items():
+            rows = np.flatnonzero(holders.shares == share)
+            found[rows] = np.array(team)[share_of_each(np.ones(len(rows)), len(team), groups=groups[rows])]
+        return found
 
     def computing_ranks(self, call: ModelFunctionCall) -> tuple[int, ...]:
         """Return the ranks that may take part in a computation, for any samples."""
@@ -307,29 +297,55 @@ class Routes:
         owner = self.owners[call.name]
         return tuple(name for name in call.needs if owner is None or name in owner.produces)
 
-    def delivery(self, producer: ModelFunctionCall, receiver: int, table: SampleTable) -> Delivery:
-        """Return the results of ``producer`` that ``receiver`` needs in later calls, and who sends them.
+    def products(self, producer: ModelFunctionCall, receiver: int, table: SampleTable) -> frozenset[str]:
+        """Return the products of ``producer`` that ``receiver`` needs in later calls.
 
-        Senders and receivers both read this, so neither waits for a message that the other does not know of.
+        All rows of a call on a rank have equal columns, from every sender and in chunks or not.
         """
-        positions: set[int] = set()
-        products: set[str] = set()
-        for user in self.users(producer):
-            needed = set(self.needs(user, receiver)).intersection(producer.produces)
-            rows = self.positions(user, receiver, table) if needed else ()
-            if rows:
-                positions.update(rows)
-                products.update(needed)
-        fused = self.fusion.users(producer, receiver)
-        if fused:
-            products.update(producer.produces)  # as in every chunk: all rows of a call on a rank have equal columns
-        came_in_chunks = {position for user in fused for position in self.positions(user, receiver, table)}
-        senders: dict[int, list[int]] = {}
+        if self.fusion.users(producer, receiver):
+            return frozenset(producer.produces)
+        users = (user for user in self.users(producer) if len(self.positions(user, receiver, table)))
+        return frozenset(name for user in users for name in self.needs(user, receiver)).intersection(producer.produces)
+
+    def outgoing(self, producer: ModelFunctionCall, sender: int, table: SampleTable) -> Mapping[int, Integers]:
+        """Return rank -> positions whose results ``sender`` sends it, ascending.
+
+        Senders and receivers read the same plan, so neither waits for a message that the other does not know of.
+        """
         holders = self.holders(producer, table)
-        for position in sorted(positions - came_in_chunks):
-            if receiver not in holders[position]:
-                senders.setdefault(holders[position][0], []).append(position)
-        return Delivery(frozenset(products), senders)
+        mine = holders.senders == sender
+        held_by = {rank for ranks in holders.ranks.values() if ranks[:1] == (sender,) for rank in ranks}
+        wanted: dict[int, list[Integers]] = {}
+        for user in self.users(producer):
+            teams = None if user.kind == "compute" else _ranks_of_shares(self.placements[user.name].layout)
+            for share, positions in self.work(user, table).within(mine):
+                for rank in (share,) if teams is None else teams[share]:
+                    if rank not in held_by and not set(self.needs(user, rank)).isdisjoint(producer.produces):
+                        wanted.setdefault(rank, []).append(positions)
+        sent = {rank: np.unique(np.concatenate(parts)) for rank, parts in wanted.items()}
+        rest = {rank: rows[~np.isin(rows, self._in_chunks(producer, rank, table))] for rank, rows in sent.items()}
+        return {rank: rows for rank, rows in sorted(rest.items()) if len(rows)}
+
+    def senders(self, producer: ModelFunctionCall, receiver: int, table: SampleTable) -> list[int]:
+        """Return the ranks that send results of ``producer`` to ``receiver``: those to whose `outgoing` it belongs."""
+        needed = [
+            self.positions(user, receiver, table)
+            for user in self.users(producer)
+            if not set(self.needs(user, receiver)).isdisjoint(producer.produces)
+        ]
+        is_sent = np.zeros(len(table), dtype=bool)
+        for positions in needed:
+            is_sent[positions] = True
+        is_sent[self._in_chunks(producer, receiver, table)] = False
+        holders = self.holders(producer, table)
+        found: list[int] = np.unique(holders.senders[is_sent & ~holders.held_by(receiver)]).tolist()
+        return found
+
+    def _in_chunks(self, producer: ModelFunctionCall, receiver: int, table: SampleTable) -> Integers:
+        """Return the positions whose results ``receiver`` gets in chunks."""
+        users = self.fusion.users(producer, receiver)
+        parts = [self.positions(user, receiver, table) for user in users]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
     def holders(self, producer: ModelFunctionCall, table: SampleTable) -> Holders:
         """Return for each position the ranks that hold the results of ``producer``."""
@@ -337,18 +353,18 @@ class Routes:
             assert table.holders is not None, "a generated table names its holders"
             return table.holders
         if producer.name not in self._holders:
-            holders: list[tuple[int, ...]] = [()] * len(table)
-            if producer.kind == "compute":
-                for rank, positions in self.computed(producer, table).items():
-                    for position in positions:
-                        holders[position] = (rank,)
-            else:
-                for index, micros in enumerate(self.micro_batches(producer, table)):
-                    ranks = self.placements[producer.name].holders(index)
-                    for position in (p for micro in micros if micro.counts for p in micro.positions):
-                        holders[position] = ranks
-            self._holders[producer.name] = holders
+            self._holders[producer.name] = self._find_holders(producer, table)
         return self._holders[producer.name]
+
+    def _find_holders(self, producer: ModelFunctionCall, table: SampleTable) -> Holders:
+        held = np.full(len(table), -1)
+        if producer.kind == "compute":
+            work = self.work(producer, table)
+            held[work.positions] = work.shares
+            return Holders(held, {rank: (rank,) for rank in np.unique(work.shares).tolist()})
+        shares, positions = self.micro_batches(producer, table).work(counted=True)
+        held[positions] = shares
+        return Holders(held, self.placements[producer.name].holders)
 
 
 def table_owner(call: ModelFunctionCall, calls: Sequence[ModelFunctionCall]) -> ModelFunctionCall | None:

@@ -7,19 +7,41 @@ or work on them.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_realloc.batch.samples import Column, Ragged, Samples, images_in_order
+from lightning_realloc.batch.shares import Integers
 from lightning_realloc.batch.training import Totals
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import DataError, PlanError
 
-Holders = Sequence[tuple[int, ...]]
-"""For each position the ranks that hold a call's results for that sample; the first one sends them."""
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holders:
+    """The ranks that hold a call's results for each sample; the first of them sends these."""
+
+    shares: Integers
+    """(N,) share of each sample, -1 for one without results."""
+    ranks: Mapping[int, tuple[int, ...]]
+    """Share -> the ranks that hold its results."""
+
+    @property
+    def senders(self) -> Integers:
+        """The (N,) ranks that send each sample's results, -1 for one without."""
+        first = np.full(max(self.ranks, default=-1) + 2, -1)  # the last one is that of share -1
+        for share, ranks in self.ranks.items():
+            first[share] = ranks[0]
+        return first[self.shares]
+
+    def held_by(self, rank: int) -> NDArray[np.bool_]:
+        """Return whether a rank holds the results of each sample, (N,)."""
+        return np.isin(self.shares, [share for share, ranks in self.ranks.items() if rank in ranks])
 
 
 class SampleTable:
@@ -31,41 +53,36 @@ class SampleTable:
         chunks: The positions of each chunk in which the samples came, ascending within a chunk.
     """
 
-    def __init__(self, known: Samples, holders: Holders | None = None, *, chunks: Sequence[Sequence[int]] = ()) -> None:
+    def __init__(self, known: Samples, holders: Holders | None = None, *, chunks: Sequence[Integers] = ()) -> None:
         self.known = known
         self.holders = holders
         self.chunks = chunks
-        self._ids: list[int] = known.ids.tolist()
+        self._ids: Integers = known.ids.numpy()
+        self._by_id = np.argsort(self._ids)
 
     def __len__(self) -> int:
         return len(self._ids)
 
     @property
-    def lengths(self) -> list[int]:
-        """All tokens of each sample, prompt and response together: the size of its forward pass."""
+    def lengths(self) -> Integers:
+        """All tokens of each sample, (N,), prompt and response together: the size of its forward pass."""
         return sequence_lengths(self.known)
 
     @property
-    def token_counts(self) -> list[int]:
-        """Response tokens of each sample that the model chose, without an environment's: those that a loss counts."""
-        if "num_model_tokens" in self.known:
-            return [int(count) for count in self.known.tensor("num_model_tokens").tolist()]
-        return [int(length) for length in self.known.ragged("response_ids").lengths.tolist()]
-
-    @property
-    def trained_positions(self) -> list[int]:
+    def trained_positions(self) -> Integers:
         """The positions that training calls work on: all but those whose column ``trained`` is False."""
         if "trained" not in self.known:
-            return list(range(len(self)))
-        return [int(position) for position in self.known.tensor("trained").nonzero().flatten().tolist()]
+            return np.arange(len(self))
+        return np.flatnonzero(self.known.tensor("trained").numpy())
 
-    def groups(self, group_size: int = 1) -> list[int]:
+    def groups(self, group_size: int = 1) -> Integers:
         """Return a group number per sample: its prompt's id or, without prompt ids, each ``group_size`` in a row."""
         if "prompt_id" in self.known:
-            return [int(prompt_id) for prompt_id in self.known.tensor("prompt_id").tolist()]
-        return [position // group_size for position in range(len(self))]
+            groups: Integers = self.known.tensor("prompt_id").numpy()
+            return groups
+        return np.arange(len(self)) // group_size
 
-    def totals(self, positions: Sequence[int], *, group_size: int, sums_of: Sequence[str]) -> Totals:
+    def totals(self, positions: Sequence[int] | Integers, *, group_size: int, sums_of: Sequence[str]) -> Totals:
         """Return the totals that losses of a mini-batch of these positions divide by.
 
         Raises:
@@ -79,22 +96,26 @@ class SampleTable:
                 f"them. Columns of @infer and @compute calls are not known on all ranks: have a @compute(..., "
                 f"whole_batch=True) method divide its values by their sum"
             )
-        rows, counts = torch.tensor(positions), self.token_counts
+        rows = torch.as_tensor(positions)
+        if "num_model_tokens" in self.known:  # without those of an environment, which no loss counts
+            counts = self.known.tensor("num_model_tokens")
+        else:
+            counts = self.known.ragged("response_ids").lengths
         return Totals(
             num_sequences=len(positions),
-            num_tokens=sum(counts[position] for position in positions),
+            num_tokens=int(counts[rows].sum()),
             group_size=group_size,
             sums={name: float(self.known.tensor(name)[rows].sum()) for name in sums_of},
         )
 
-    def ids(self, positions: Iterable[int]) -> list[int]:
+    def ids(self, positions: Integers) -> Tensor:
         """Return the ids at these positions."""
-        return [self._ids[position] for position in positions]
+        return torch.from_numpy(self._ids[positions])
 
-    def positions(self, samples: Samples) -> list[int]:
+    def positions(self, samples: Samples) -> Integers:
         """Return the positions of these samples."""
-        position_of = {sample_id: position for position, sample_id in enumerate(self._ids)}
-        return [position_of[sample_id] for sample_id in samples.ids.tolist()]
+        found = np.searchsorted(self._ids, samples.ids.numpy(), sorter=self._by_id)
+        return self._by_id[found]
 
     def add_columns(self, columns: Mapping[str, Column]) -> None:
         """Add columns that are now known of all samples."""
@@ -104,9 +125,9 @@ class SampleTable:
 class PositionedRows:
     """The rows that this rank works on under one call, by their positions in a table or a chunk."""
 
-    def __init__(self, rows: Samples, positions: Sequence[int]) -> None:
+    def __init__(self, rows: Samples, positions: Integers) -> None:
         self._rows = rows
-        self._row_of = {position: row for row, position in enumerate(positions)}
+        self._row_of = {position: row for row, position in enumerate(positions.tolist())}
 
     def select(self, positions: Sequence[int]) -> Samples:
         """Return the samples at these positions, in this order."""
@@ -124,7 +145,7 @@ class PositionedRows:
 class SampleChunk:
     """One chunk of a generating rank's samples, as this rank works on it."""
 
-    lengths: list[int]
+    lengths: Integers
     """Tokens of all samples of the chunk, prompts included."""
     rows: PositionedRows
     """The samples that this rank works on, by their positions in the chunk."""
@@ -154,8 +175,8 @@ class ChunkResults:
         return sum((max(0.0, min(end, moment) - begin) for begin, end in self.times), start=0.0)
 
 
-def sequence_lengths(samples: Samples) -> list[int]:
-    """Return the tokens of each sample, prompt and response together.
+def sequence_lengths(samples: Samples) -> Integers:
+    """Return the tokens of each sample, (N,), prompt and response together.
 
     Raises:
         PlanError: for samples that have neither.
@@ -165,7 +186,8 @@ def sequence_lengths(samples: Samples) -> list[int]:
         raise PlanError(
             f"samples are packed by 'prompt_ids' and 'response_ids'; these have {', '.join(samples.columns)}"
         )
-    return [int(n) for n in sum(samples.ragged(name).lengths for name in columns).tolist()]  # type: ignore[union-attr]
+    lengths: Integers = np.sum([samples.ragged(name).lengths.numpy() for name in columns], axis=0)
+    return lengths
 
 
 def outline(samples: Samples) -> Samples:

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_realloc.batch.samples import Ragged, Samples
-from lightning_realloc.batch.training import MicroBatch, Totals
+from lightning_realloc.batch.shares import MicroBatch
+from lightning_realloc.batch.training import Totals
 from lightning_realloc.rewards import Failed
 from lightning_realloc.strategies.calls.train_call import TrainCalls
 from lightning_realloc.strategies.exchange.sample_table import PositionedRows
@@ -71,7 +73,8 @@ def test_a_sample_that_is_repeated_to_stay_in_step_counts_once() -> None:
         "advantages": torch.tensor([1.0, math.nan, -1.0]),
     }
     job: Any = SimpleNamespace(
-        rows=PositionedRows(Samples(torch.arange(3), columns), [1, 4, 6]), replica=SimpleNamespace(layout=None)
+        rows=PositionedRows(Samples(torch.arange(3), columns), np.array([1, 4, 6])),
+        replica=SimpleNamespace(layout=None),
     )
     context = SimpleNamespace(
         algorithm=SimpleNamespace(excluded_by=("advantages",)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,9 +56,9 @@ def test_calls_on_generating_ranks_or_with_other_inputs_are_not_fused() -> None:
 
 def _table(lengths: list[int], owners: list[int], num_chunks: int, holders: Holders | None = None) -> SampleTable:
     responses = Ragged(torch.zeros(sum(lengths), 0), torch.tensor(lengths))
-    chunks = [[row for row, owner in enumerate(owners) if owner == chunk] for chunk in range(num_chunks)]
+    chunks = [np.flatnonzero(np.array(owners) == chunk) for chunk in range(num_chunks)]
     known = Samples(torch.arange(len(lengths)), {"response_ids": responses})
-    return SampleTable(known, holders, chunks=[chunk for chunk in chunks if chunk])
+    return SampleTable(known, holders, chunks=[chunk for chunk in chunks if len(chunk)])
 
 
 @given(
@@ -78,7 +79,8 @@ def test_every_sample_of_every_chunk_is_inferred_once_by_its_holders(
     holders = routes.holders(INFER, table)
     for index, plan in enumerate(plans):
         for position in (p for micro in plan if micro.counts for p in micro.positions):
-            assert holders[position] == routes.placements["critic.infer"].holders(index)
+            assert holders.shares[position] == index
+            assert holders.ranks[index] == routes.placements["critic.infer"].holders[index]
     for micro in (micro for plan in plans for micro in plan):  # no pass mixes chunks or is too long
         assert sum(set(micro.positions) <= set(chunk) for chunk in table.chunks) == 1
         assert sum(samples[p][0] for p in micro.positions) <= 20
@@ -86,7 +88,7 @@ def test_every_sample_of_every_chunk_is_inferred_once_by_its_holders(
         early = {
             chunk[row]
             for chunk in table.chunks
-            for row in routes.fusion.chunk_positions(GENERATE, rank, [samples[p][0] for p in chunk])
+            for row in routes.fusion.chunk_positions(GENERATE, rank, table.lengths[chunk])
         }
         wanted = [call for call in (INFER, REWARD) if rank in routes.placements[call.name].layout]
         assert early == {p for call in wanted for p in routes.positions(call, rank, table)}

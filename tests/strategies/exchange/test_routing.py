@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.layout import Layout
 from lightning_realloc.strategies.exchange.routing import CallPlacement, Routes
+from lightning_realloc.strategies.exchange.sample_table import Holders
 from tests.strategies.exchange.test_call_fusion import _routes, _table
 from tests.strategies.exchange.test_iteration_data import CALLS, ESTIMATE, GENERATE, JUDGE
 
-MADE_BY = [(0,), (0,), (1,), (1,)]
+MADE_BY = Holders(np.array([0, 0, 1, 1]), {0: (0,), 1: (1,)})
 
 
 def ahead(*calls: object) -> Routes:
@@ -22,7 +25,7 @@ def test_results_of_a_share_are_on_the_tensor_parallel_ranks_of_its_last_stage()
     # pp2.dp2.fsdp2.tp2 in order: the last stage begins at the ninth rank, and a share has two ranks.
     layout = Layout.parse("pp2.dp2.fsdp2.tp2@0-9,11,10,15,14,13,12")
     place = CallPlacement(layout=layout, micro_batch_tokens=1, train_options=TrainOptions())
-    assert [place.holders(index) for index in range(4)] == [(8, 9), (11, 10), (15, 14), (13, 12)]
+    assert list(place.holders.values()) == [(8, 9), (11, 10), (15, 14), (13, 12)]
     assert place.senders == (8, 11, 15, 13)
     assert [layout.data_parallel_index(rank) for rank in place.senders] == [0, 1, 2, 3]
 
@@ -42,9 +45,9 @@ def test_a_computation_over_the_whole_batch_waits() -> None:
 def test_computations_that_wait_run_on_the_ranks_that_use_them() -> None:
     table = _table([1, 2, 3, 4], [0, 0, 1, 1], 2, MADE_BY)
     assert ESTIMATE in ahead().calls_later()
-    assert ahead().computed(JUDGE, table).keys() == {0, 1}  # the ranks that generated
-    elsewhere = _table([1, 2, 3, 4], [0, 0, 1, 1], 2, [(1,)] * 4)
+    assert set(ahead().work(JUDGE, table).shares.tolist()) == {0, 1}  # the ranks that generated
+    elsewhere = _table([1, 2, 3, 4], [0, 0, 1, 1], 2, Holders(np.zeros(4, dtype=np.int64), {0: (1,)}))
     estimate = replace(ESTIMATE, whole_batch=False)
     routes = ahead(*(estimate if call is ESTIMATE else call for call in CALLS))
-    assert routes.computed(estimate, elsewhere) == {0: (0, 1, 2, 3)}  # the actor trains on rank 0
-    assert _routes({}, num_chunks=1).computed(estimate, elsewhere) == {1: (0, 1, 2, 3)}
+    assert routes.work(estimate, elsewhere).shares.tolist() == [0] * 4  # the actor trains on rank 0
+    assert _routes({}, num_chunks=1).work(estimate, elsewhere).shares.tolist() == [1] * 4

@@ -44,9 +44,9 @@ def test_samples_that_are_not_trained_are_left_out_of_training() -> None:
 
 def test_computations_get_whole_groups() -> None:
     for group_size in (2, 3):
-        shares = routes(group_size).computed(COMPUTE, table())
-        assert sorted(position for rows in shares.values() for position in rows) == list(range(6))
-        for rows in shares.values():
+        work = routes(group_size).work(COMPUTE, table())
+        assert sorted(work.positions.tolist()) == list(range(6))
+        for rows in (work.by(rank).tolist() for rank in set(work.shares.tolist())):
             assert all(rows[i] + place in rows for i in range(0, len(rows), group_size) for place in range(group_size))
             assert all(first % group_size == 0 for first in rows[::group_size])
 
