@@ -1,0 +1,218 @@
+"""What one rank of many does between the calls of an iteration: CPU seconds, messages and bytes.
+
+One process runs the real code of rank 0 on GRPO's calls: which rank works on which samples, micro-batches, deliveries,
+encoding and decoding. The other ranks exist as their messages alone, which are made outside of the measured time.
+Models, and the transport of messages, are left out. Sizes run from 8 ranks, which are all real elsewhere, to 4,096.
+
+Run ``python -m benchmarks.simulated_ranks``.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from benchmarks.harness import BenchmarkReport, be_quiet, make_parser
+from lightning_realloc.batch.ragged import Ragged
+from lightning_realloc.batch.samples import Samples
+from lightning_realloc.batch.training import TrainOptions
+from lightning_realloc.dataflow.dataflow import ModelFunctionCall
+from lightning_realloc.layout import Layout
+from lightning_realloc.runtime.messages.codec import encode_message
+from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
+from lightning_realloc.strategies.exchange.iteration_data import IterationData
+from lightning_realloc.strategies.exchange.iteration_report import IterationReport
+from lightning_realloc.strategies.exchange.routing import CallPlacement, Routes
+from lightning_realloc.strategies.exchange.sample_table import SampleTable, outline, product_columns
+
+SIZES = (8, 64, 512, 4096)
+NUM_SAMPLES, GROUP = 102_400, 8
+"""Responses of an iteration, and those to one prompt."""
+MAX_CPU_S = 0.3
+"""CPU seconds of a rank in an iteration of 512 ranks."""
+GENERATE = ModelFunctionCall("actor.generate", "generate", "actor", "rollout", ("batch",), ("rollout",))
+JUDGE = ModelFunctionCall("judge", "compute", None, "judge", ("rollout",), ("rewards",))
+INFER = ModelFunctionCall("reference.infer", "infer", "reference", "log_probs", ("rollout",), ("ref_logprobs",))
+ESTIMATE = ModelFunctionCall("advantages", "compute", None, "estimate", ("rollout", "rewards"), ("advantages",))
+TRAIN = ModelFunctionCall(
+    "actor.train", "train", "actor", "loss", ("rollout", "advantages", "ref_logprobs"), (),
+)  # fmt: skip
+CALLS = (GENERATE, JUDGE, INFER, ESTIMATE, TRAIN)
+
+
+class Lengths:
+    """Tokens of all prompts and responses, from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.prompts = torch.from_numpy(rng.integers(64, 512, NUM_SAMPLES // GROUP))
+        self.responses = torch.from_numpy(rng.geometric(1 / 512, NUM_SAMPLES).clip(16, 4096))
+
+    def batch(self) -> Samples:
+        """Return all prompts, with lengths alone: no token plays a part."""
+        ids = torch.arange(len(self.prompts))
+        return Samples(ids, {"prompt_ids": _sequences(self.prompts)}).lengths_only()
+
+    def rollout(self, prompts: torch.Tensor) -> Samples:
+        """Return the responses to some prompts."""
+        ids = (prompts[:, None] * GROUP + torch.arange(GROUP)).flatten()
+        owners, responses = ids // GROUP, _sequences(self.responses[ids])
+        columns: dict[str, Any] = {"prompt_id": owners, "num_model_tokens": self.responses[ids]}
+        return Samples(ids, columns | {"prompt_ids": _sequences(self.prompts[owners]), "response_ids": responses})
+
+    def made(self, call: ModelFunctionCall, ids: torch.Tensor) -> Samples:
+        """Return what a later call makes of samples: numbers, or numbers of every response token."""
+        (name,) = call.produces
+        if call is INFER:
+            return Samples(ids, {name: _sequences(self.responses[ids], torch.float32)})
+        return Samples(ids, {name: ids.float()})
+
+
+def _sequences(lengths: torch.Tensor, dtype: torch.dtype = torch.int64) -> Ragged:
+    return Ragged(torch.zeros(int(lengths.sum()), dtype=dtype), lengths)
+
+
+class OtherRanks:
+    """Mailbox of rank 0: makes the messages of all others when they are read.
+
+    Args:
+        world_size: Number of ranks.
+        routes: A plan of its own, so that rank 0 does not profit from what was worked out here.
+        lengths: Lengths of all samples.
+    """
+
+    def __init__(self, world_size: int, routes: Routes, lengths: Lengths) -> None:
+        self.others = tuple(range(1, world_size))
+        self.sent: Counter[FrameKind] = Counter()
+        """Messages that rank 0 sends."""
+        self.received: Counter[FrameKind] = Counter()
+        """Messages that rank 0 reads."""
+        self.num_bytes = 0
+        """Bytes of both."""
+        self.paused_s = 0.0
+        """CPU seconds of this class."""
+        self._routes, self._lengths = routes, lengths
+        self._prompts = SampleTable(lengths.batch())
+        self._table: SampleTable | None = None
+        self._outgoing: dict[tuple[str, int], Any] = {}
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        begin = time.process_time()
+        yield
+        self.paused_s += time.process_time() - begin
+
+    def send(self, to: Iterable[int], kind: FrameKind, run: int, call: int, content: Any, *, part: int = 0) -> None:
+        """Count a message to each of these ranks, as `Mailbox.send`."""
+        with self._paused():
+            number = len(tuple(to))
+            self.sent[kind] += number
+            self.num_bytes += number * content.numel()
+
+    def receive(self, kind: FrameKind, run: int, call: int, source: int, *, part: int = 0) -> Any:
+        """Return the message of another rank, as `Mailbox.receive`."""
+        with self._paused():
+            content = encode_message(self._content(kind, self._routes.calls[call], source))
+            self.received[kind] += 1
+            self.num_bytes += content.numel()
+        return content
+
+    def begin(self, table: SampleTable) -> None:
+        """Continue with the samples that all ranks generated."""
+        with self._paused():
+            self._table = SampleTable(table.known, table.holders, chunks=table.chunks)
+
+    def _content(self, kind: FrameKind, call: ModelFunctionCall, rank: int) -> object:
+        if kind == FrameKind.DIRECTORY:
+            prompts = self._routes.positions(GENERATE, rank, self._prompts)
+            return 0.0, outline(self._lengths.rollout(torch.from_numpy(prompts)))
+        assert self._table is not None
+        if kind == FrameKind.CALL_METRICS:
+            report = IterationReport(maxima={f"seconds/{each.name}": 1.0 for each in CALLS})
+            for each in (JUDGE, INFER, ESTIMATE):
+                rows = np.flatnonzero(self._routes.holders(each, self._table).senders == rank)
+                if len(rows):
+                    report.values[each.name] = outline(self._lengths.made(each, self._table.ids(rows)))
+            return report
+        ids = self._table.ids(self._routes.outgoing(call, rank, self._table)[0])
+        made = self._lengths.made(call, ids) if call is not GENERATE else self._rollout_of(ids)
+        return product_columns(made, call, self._routes.products(call, 0, self._table))
+
+    def _rollout_of(self, ids: torch.Tensor) -> Samples:
+        return self._lengths.rollout(torch.unique(ids // GROUP)).by_ids(ids)
+
+
+def measure(world_size: int, seed: int) -> dict[str, Any]:
+    """Return the figures of rank 0."""
+    half = f"dp{world_size // 2}.tp2"
+    layouts = {GENERATE: half, INFER: half, TRAIN: f"dp{world_size // 8}.fsdp8"}
+    places = {
+        call.name: CallPlacement(
+            layout=Layout.parse(text), micro_batch_tokens=16_384, train_options=TrainOptions(num_minibatches=4),
+            order_seeds=(seed,),
+        )
+        for call, text in layouts.items()
+    }  # fmt: skip
+    lengths = Lengths(seed)
+    others = OtherRanks(world_size, Routes(CALLS, places, world_size), lengths)
+    batch, seconds = lengths.batch(), defaultdict[str, float](float)
+
+    def timed(name: str, function: Callable[[], Any]) -> Any:
+        begin, paused = time.process_time(), others.paused_s
+        found = function()
+        seconds[name] += time.process_time() - begin - (others.paused_s - paused)
+        return found
+
+    routes = timed("plan", lambda: Routes(CALLS, places, world_size))
+    data = timed("plan", lambda: IterationData(batch, routes, cast(Mailbox, others), rank=0, run=1))
+    prompts = timed("generate", lambda: data.inputs(GENERATE))
+    made = lengths.rollout(prompts.ids)
+    timed("generate", lambda: data.record(GENERATE, made))
+    table = timed("directory", lambda: data.table(JUDGE))
+    others.begin(table)
+    for call in (JUDGE, INFER, ESTIMATE):
+        rows = timed(call.name, lambda call=call: data.rows(call))
+        del rows
+        ids = table.ids(np.unique(routes.positions(call, 0, table)))
+        timed(call.name, lambda call=call, ids=ids: data.record(call, lengths.made(call, ids)))
+    timed("actor.train", lambda: data.rows(TRAIN))
+    steps = timed("actor.train", lambda: routes.train_steps(TRAIN, table))
+    timed("actor.train", lambda: [table.totals(step.positions, group_size=1, sums_of=()) for step in steps])
+    timed("report", data.send_report)
+    timed("report", data.receive_report)
+    return {
+        "ranks": world_size,
+        "CPU s": sum(seconds.values()),
+        **{f"{name}, s": value for name, value in seconds.items()},
+        "messages sent": others.sent.total(),
+        "messages read": others.received.total(),
+        "MB": others.num_bytes / 1e6,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure all sizes."""
+    parser = make_parser(__doc__ or "")
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="numbers of ranks, multiples of 8")
+    options = parser.parse_args(arguments)
+    be_quiet()
+    settings = {"sizes": options.sizes, "samples": NUM_SAMPLES}
+    report = BenchmarkReport("simulated_ranks", settings=settings)
+    for world_size in options.sizes:
+        row = measure(world_size, seed=0)
+        report.add_row(**row)
+        if world_size == 512:
+            report.require_at_most("512 ranks: CPU s of a rank", row["CPU s"], MAX_CPU_S)
+        report.write(options.json)
+    return report.finish(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
