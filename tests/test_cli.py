@@ -422,7 +422,7 @@ def test_every_reward_can_be_given_with_its_settings(workers: WorkerPool, folder
     assert [rule if isinstance(rule, str) else rule["class_path"].rpartition(".")[2] for rule in shown] == [
         rule if isinstance(rule, str) else rule["class_path"].rpartition(".")[2] for rule in RULES
     ]
-    assert shown[8]["init_args"]["workers"] == 1 and shown[8]["init_args"]["deadline_s"] == 30.0
+    assert shown[9]["init_args"]["workers"] == 1 and shown[9]["init_args"]["deadline_s"] == 30.0
     assert fitted.code == 0, fitted
 
 

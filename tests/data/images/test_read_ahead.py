@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -79,7 +80,7 @@ def test_few_samples_are_read_ahead_in_the_order_of_the_model(read: list[tuple[s
     order = [5, 3, *range(6, NUM_ROWS), 0]
     read.clear()
 
-    PositionedRows(samples, range(NUM_ROWS)).read_images_ahead([order[:2], order[2:]])
+    PositionedRows(samples, np.arange(NUM_ROWS)).read_images_ahead([order[:2], order[2:]])
 
     wait_for(read, READ_AHEAD)
     assert {key for _, key in read} == {keys(samples)[row] for row in order[:READ_AHEAD]}
@@ -95,7 +96,7 @@ def test_samples_out_of_order_are_read_by_who_asks_and_a_new_order_replaces_the_
     read: list[tuple[str, int]],
 ) -> None:
     samples = rows()
-    positioned = PositionedRows(samples, range(NUM_ROWS))
+    positioned = PositionedRows(samples, np.arange(NUM_ROWS))
     positioned.read_images_ahead([range(9)])
     wait_for(read, READ_AHEAD)
 
@@ -115,7 +116,7 @@ def test_a_damaged_image_is_an_error_of_the_sample_that_is_asked_for(tmp_path: P
     samples = prompts([{"prompt": "what?", "image": str(path)} for path in paths])
     paths[1].write_bytes(paths[1].read_bytes()[:-60])
 
-    PositionedRows(samples, range(3)).read_images_ahead([range(3)])
+    PositionedRows(samples, np.arange(3)).read_images_ahead([range(3)])
     first, damaged, last = model_inputs(samples)
 
     assert first.extras["pixel_values"].shape == last.extras["pixel_values"].shape
