@@ -170,16 +170,15 @@ def measure(world_size: int, seed: int) -> dict[str, Any]:
         seconds[name] += time.process_time() - begin - (others.paused_s - paused)
         return found
 
-    routes = timed("plan", lambda: Routes(CALLS, places, world_size))
-    data = timed("plan", lambda: IterationData(batch, routes, cast(Mailbox, others), rank=0, run=1))
+    routes = timed("generate", lambda: Routes(CALLS, places, world_size))
+    data = timed("generate", lambda: IterationData(batch, routes, cast(Mailbox, others), rank=0, run=1))
     prompts = timed("generate", lambda: data.inputs(GENERATE))
     made = lengths.rollout(prompts.ids)
     timed("generate", lambda: data.record(GENERATE, made))
-    table = timed("directory", lambda: data.table(JUDGE))
+    table = timed("generate", lambda: data.table(JUDGE))
     others.begin(table)
     for call in (JUDGE, INFER, ESTIMATE):
-        rows = timed(call.name, lambda call=call: data.rows(call))
-        del rows
+        timed(call.name, lambda call=call: data.rows(call))
         ids = table.ids(np.unique(routes.positions(call, 0, table)))
         timed(call.name, lambda call=call, ids=ids: data.record(call, lengths.made(call, ids)))
     timed("actor.train", lambda: data.rows(TRAIN))
