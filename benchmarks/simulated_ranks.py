@@ -179,7 +179,7 @@ def measure(world_size: int, seed: int) -> dict[str, Any]:
     others.begin(table)
     for call in (JUDGE, INFER, ESTIMATE):
         timed(call.name, lambda call=call: data.rows(call))
-        ids = table.ids(np.unique(routes.positions(call, 0, table)))
+        ids = table.ids(routes.positions(call, 0, table))
         timed(call.name, lambda call=call, ids=ids: data.record(call, lengths.made(call, ids)))
     timed("actor.train", lambda: data.rows(TRAIN))
     steps = timed("actor.train", lambda: routes.train_steps(TRAIN, table))

@@ -140,6 +140,10 @@ class Samples:
 
     def by_ids(self, ids: Sequence[int] | Tensor) -> Samples:
         """Return the samples with these ids, in this order; DataError if an id is absent."""
+        return self.select(self.rows_of(ids))
+
+    def rows_of(self, ids: Sequence[int] | Tensor) -> Tensor:
+        """Return the positions of the samples with these ids, in this order; DataError if an id is absent."""
         wanted = torch.as_tensor(ids, dtype=torch.int64)
         ordered, rows = self.ids.sort()
         places = torch.searchsorted(ordered, wanted)
@@ -149,7 +153,7 @@ class Samples:
         if not is_here.all():
             missing = wanted[~is_here].tolist()
             raise DataError(f"{len(missing)} of {len(wanted)} sample ids are not here, the first are {missing[:5]}")
-        return self.select(rows[places])
+        return rows[places]
 
     def sorted_by_id(self) -> Samples:
         """Return the samples in ascending order of their ids."""

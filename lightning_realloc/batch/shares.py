@@ -1,7 +1,7 @@
 """Divide samples among data-parallel ranks, and each rank's into micro-batches, by their token counts alone.
 
-Every rank works this out for itself, and all get the same plan, so it takes arrays in place of loops over samples: of
-100,000 samples on 512 ranks, a tenth of a second. Shares are made longest processing time first, micro-batches by
+Every rank works this out for itself, and all get the same plan. Arrays in place of loops over samples keep it short: a
+tenth of a second for 100,000 samples on 512 ranks. Shares are made longest processing time first, micro-batches by
 first-fit decreasing bin packing. Pure.
 """
 
@@ -86,9 +86,9 @@ class MicroBatchPlan:
         return self.num_shares
 
     def __getitem__(self, share: int) -> tuple[MicroBatch, ...]:
-        if not -len(self) <= share < len(self):
+        if not 0 <= share < len(self):
             raise IndexError(f"share {share} of {len(self)}")
-        own = range(*np.searchsorted(self.shares, (share % len(self), share % len(self) + 1)))
+        own = range(*np.searchsorted(self.shares, (share, share + 1)))
         return tuple(
             MicroBatch(tuple(self.members[self.bounds[k] : self.bounds[k + 1]].tolist()), bool(self.counts[k]))
             for k in own
@@ -177,12 +177,10 @@ def micro_batch_plan(
     return MicroBatchPlan(num_shares, plan.shares, plan.bounds * group_size, members.ravel(), plan.counts)
 
 
-def balanced_shares(
-    lengths: ArrayLike, num_shares: int, *, groups: ArrayLike | None = None
-) -> tuple[tuple[int, ...], ...]:
+def share_of_each(lengths: ArrayLike, num_shares: int, *, groups: ArrayLike | None = None) -> Integers:
     """Divide positions among data-parallel ranks so that the summed lengths are close to equal.
 
-    Returns each share's positions, ascending. Positions with the same entry in ``groups`` stay together. With at least
+    Returns the share of each position, (N,). Positions with the same entry in ``groups`` stay together. With at least
     as many groups as shares, no share is empty.
 
     Longest processing time first: the longest remaining group goes to the share with the smallest sum. The largest sum
@@ -192,14 +190,6 @@ def balanced_shares(
     Raises:
         PlanError: for no shares, and for groups of other positions.
     """
-    shares = share_of_each(lengths, num_shares, groups=groups)
-    order = np.argsort(shares, kind="stable")
-    bounds = _bounds(np.bincount(shares, minlength=num_shares))
-    return tuple(tuple(order[begin:end].tolist()) for begin, end in pairwise(bounds))
-
-
-def share_of_each(lengths: ArrayLike, num_shares: int, *, groups: ArrayLike | None = None) -> Integers:
-    """Return the share of each position, (N,), as `balanced_shares` makes them."""
     sizes = np.asarray(lengths, dtype=np.int64)
     if num_shares < 1:
         raise PlanError(f"samples are divided among 1 or more ranks; got num_shares={num_shares}")
@@ -209,11 +199,12 @@ def share_of_each(lengths: ArrayLike, num_shares: int, *, groups: ArrayLike | No
     if len(names) != len(sizes):
         raise PlanError(f"groups must name one group per length; got {len(names)} groups for {len(sizes)} lengths")
     _, firsts, group_of = np.unique(names, return_index=True, return_inverse=True)
-    rank = np.argsort(np.argsort(firsts))  # groups in the order of their first positions
     weights, counts = np.zeros_like(firsts), np.bincount(group_of, minlength=len(firsts))
     np.add.at(weights, group_of, sizes)
-    order = np.argsort(firsts)
-    return _shares_of(weights[order], counts[order], num_shares)[rank][group_of]
+    order = np.argsort(firsts)  # groups of equal weight go in the order of their first positions
+    shares = np.empty_like(firsts)
+    shares[order] = _shares_of(weights[order], counts[order], num_shares)
+    return shares[group_of]
 
 
 def _shares_of(weights: Integers, counts: Integers, num_shares: int) -> Integers:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_realloc.batch.shares import balanced_shares, micro_batch_plan
+from lightning_realloc.batch.shares import micro_batch_plan, share_of_each
 from lightning_realloc.errors import DataError, PlanError
+
+
+def balanced_shares(
+    lengths: list[int], num_shares: int, groups: list[int] | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Return the positions of each share."""
+    shares = share_of_each(lengths, num_shares, groups=groups)
+    return tuple(tuple(np.flatnonzero(shares == share).tolist()) for share in range(num_shares))
 
 
 @settings(deadline=None, max_examples=200)

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from lightning_realloc.batch.samples import RECORD, Column, Samples, samples_from_state, samples_state
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
@@ -148,7 +147,7 @@ class IterationData:
             _check_complete(call, made)
         is_mine = self.routes.holders(call, table).senders[table.positions(made)] == self._rank
         if is_mine.any():
-            self._mine[call.name] = made if is_mine.all() else made.select(torch.from_numpy(np.flatnonzero(is_mine)))
+            self._mine[call.name] = made if is_mine.all() else made.select(np.flatnonzero(is_mine))
         self._held[call.name].append(product_columns(made, call, self.routes.products(call, self._rank, table)))
         for receiver, rows in self.routes.outgoing(call, self._rank, table).items():
             samples = product_columns(made.by_ids(table.ids(rows)), call, self.routes.products(call, receiver, table))

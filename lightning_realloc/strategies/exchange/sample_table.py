@@ -57,11 +57,9 @@ class SampleTable:
         self.known = known
         self.holders = holders
         self.chunks = chunks
-        self._ids: Integers = known.ids.numpy()
-        self._by_id = np.argsort(self._ids)
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self.known)
 
     @property
     def lengths(self) -> Integers:
@@ -110,12 +108,12 @@ class SampleTable:
 
     def ids(self, positions: Integers) -> Tensor:
         """Return the ids at these positions."""
-        return torch.from_numpy(self._ids[positions])
+        return self.known.ids[torch.from_numpy(positions)]
 
     def positions(self, samples: Samples) -> Integers:
         """Return the positions of these samples."""
-        found = np.searchsorted(self._ids, samples.ids.numpy(), sorter=self._by_id)
-        return self._by_id[found]
+        positions: Integers = self.known.rows_of(samples.ids).numpy()
+        return positions
 
     def add_columns(self, columns: Mapping[str, Column]) -> None:
         """Add columns that are now known of all samples."""
