@@ -1,7 +1,8 @@
 """What one rank of many does between the calls of an iteration: CPU seconds, messages and bytes.
 
 One process runs the real code of rank 0 on GRPO's calls: which rank works on which samples, micro-batches, deliveries,
-encoding and decoding. The other ranks exist as their messages alone, which are made outside of the measured time.
+encoding, decoding, and merging what other hosts send: rank 0 is the root of the tree of hosts. The other ranks exist as
+their messages alone, which are made outside of the measured time.
 Models, and the transport of messages, are left out. Sizes run from 8 ranks, which are all real elsewhere, to 4,096.
 
 Run ``python -m benchmarks.simulated_ranks``.
@@ -11,10 +12,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,10 @@ from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.layout import Layout
 from lightning_realloc.runtime.messages.codec import encode_message
-from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
+from lightning_realloc.runtime.messages.frame_port import FramePort, Header
+from lightning_realloc.runtime.messages.host_tree import TreeNode
+from lightning_realloc.runtime.messages.mailbox import WHOLE, Frame, FrameKind, Mailbox
+from lightning_realloc.strategies.exchange.generated_samples import Directory
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.exchange.iteration_report import IterationReport
 from lightning_realloc.strategies.exchange.routing import CallPlacement, Routes
@@ -35,6 +39,8 @@ from lightning_realloc.strategies.exchange.sample_table import SampleTable, outl
 SIZES = (8, 64, 512, 4096)
 NUM_SAMPLES, GROUP = 102_400, 8
 """Responses of an iteration, and those to one prompt."""
+HOST = 8
+"""Ranks of a host."""
 MAX_CPU_S = 0.3
 """CPU seconds of a rank in an iteration of 512 ranks."""
 GENERATE = ModelFunctionCall("actor.generate", "generate", "actor", "rollout", ("batch",), ("rollout",))
@@ -79,21 +85,23 @@ def _sequences(lengths: torch.Tensor, dtype: torch.dtype = torch.int64) -> Ragge
     return Ragged(torch.zeros(int(lengths.sum()), dtype=dtype), lengths)
 
 
-class OtherRanks:
-    """Mailbox of rank 0: makes the messages of all others when they are read.
+class OtherRanks(FramePort):
+    """Port of rank 0: the frames of all others, made when rank 0 waits for them.
 
     Args:
-        world_size: Number of ranks.
+        world_size: Number of ranks, eight on each host.
         routes: A plan of its own, so that rank 0 does not profit from what was worked out here.
         lengths: Lengths of all samples.
     """
 
     def __init__(self, world_size: int, routes: Routes, lengths: Lengths) -> None:
-        self.others = tuple(range(1, world_size))
-        self.sent: Counter[FrameKind] = Counter()
-        """Messages that rank 0 sends."""
-        self.received: Counter[FrameKind] = Counter()
-        """Messages that rank 0 reads."""
+        super().__init__(None, probe=FrameKind.PROBE)
+        self.hosts = [range(first, first + HOST) for first in range(0, world_size, HOST)]
+        """Ranks of each host."""
+        self.num_sent = 0
+        """Frames that rank 0 sends."""
+        self.num_received = 0
+        """Frames that rank 0 reads."""
         self.num_bytes = 0
         """Bytes of both."""
         self.paused_s = 0.0
@@ -101,7 +109,7 @@ class OtherRanks:
         self._routes, self._lengths = routes, lengths
         self._prompts = SampleTable(lengths.batch())
         self._table: SampleTable | None = None
-        self._outgoing: dict[tuple[str, int], Any] = {}
+        self._queue: deque[tuple[int, Header, torch.Tensor]] = deque()
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
@@ -109,19 +117,21 @@ class OtherRanks:
         yield
         self.paused_s += time.process_time() - begin
 
-    def send(self, to: Iterable[int], kind: FrameKind, run: int, call: int, content: Any, *, part: int = 0) -> None:
-        """Count a message to each of these ranks, as `Mailbox.send`."""
-        with self._paused():
-            number = len(tuple(to))
-            self.sent[kind] += number
-            self.num_bytes += number * content.numel()
+    def send(self, to: int, header: Header, content: torch.Tensor) -> list[Any]:
+        """Count a frame."""
+        self.num_sent += 1
+        self.num_bytes += content.numel()
+        return []
 
-    def receive(self, kind: FrameKind, run: int, call: int, source: int, *, part: int = 0) -> Any:
-        """Return the message of another rank, as `Mailbox.receive`."""
-        with self._paused():
-            content = encode_message(self._content(kind, self._routes.calls[call], source))
-            self.received[kind] += 1
-            self.num_bytes += content.numel()
+    def next_header(self) -> tuple[int, Header] | None:
+        """Return the next frame's source and header."""
+        return self._queue[0][:2] if self._queue else None
+
+    def content(self, source: int, size: int, timeout: Any = None) -> torch.Tensor:
+        """Return the next frame's content."""
+        _, _, content = self._queue.popleft()
+        self.num_received += 1
+        self.num_bytes += size
         return content
 
     def begin(self, table: SampleTable) -> None:
@@ -129,24 +139,58 @@ class OtherRanks:
         with self._paused():
             self._table = SampleTable(table.known, table.holders, chunks=table.chunks)
 
-    def _content(self, kind: FrameKind, call: ModelFunctionCall, rank: int) -> object:
+    def expect(self, frame: Frame) -> None:
+        """Make the frames that rank 0 needs for this one: of a whole, the merged parts of its children in the tree."""
+        with self._paused():
+            if frame.source != WHOLE:
+                self._put(frame.source, frame, FrameKind.ROWS, frame.part, self._rows(frame))
+                return
+            size = HOST * len(self.hosts)
+            givers = (
+                range(size) if frame.kind == FrameKind.CALL_METRICS else self._routes.placements[GENERATE.name].senders
+            )
+            gives = np.isin(np.arange(size), givers)
+            for child, ranks in TreeNode.find(0, self.hosts).children.items():
+                if parts := [self._part(frame.kind, rank) for rank in ranks if gives[rank]]:
+                    self._put(child, frame, FrameKind.PART, frame.kind, (gives, type(parts[0]).merge(parts)))
+
+    def _put(self, source: int, frame: Frame, kind: FrameKind, part: int, content: object) -> None:
+        encoded = encode_message(content)
+        self._queue.append((source, Header(kind, frame.run, frame.call, part, encoded.numel()), encoded))
+
+    def _part(self, kind: FrameKind, rank: int) -> Any:
         if kind == FrameKind.DIRECTORY:
             prompts = self._routes.positions(GENERATE, rank, self._prompts)
-            return 0.0, outline(self._lengths.rollout(torch.from_numpy(prompts)))
+            return Directory.of(rank, [self._lengths.rollout(torch.from_numpy(prompts))])
         assert self._table is not None
-        if kind == FrameKind.CALL_METRICS:
-            report = IterationReport(maxima={f"seconds/{each.name}": 1.0 for each in CALLS})
-            for each in (JUDGE, INFER, ESTIMATE):
-                rows = np.flatnonzero(self._routes.holders(each, self._table).senders == rank)
-                if len(rows):
-                    report.values[each.name] = outline(self._lengths.made(each, self._table.ids(rows)))
-            return report
-        ids = self._table.ids(self._routes.outgoing(call, rank, self._table)[0])
+        report = IterationReport(maxima={f"seconds/{each.name}": 1.0 for each in CALLS})
+        for each in (JUDGE, INFER, ESTIMATE):
+            rows = np.flatnonzero(self._routes.holders(each, self._table).senders == rank)
+            if len(rows):
+                report.values[each.name] = outline(self._lengths.made(each, self._table.ids(rows)))
+        return report
+
+    def _rows(self, frame: Frame) -> Samples:
+        assert self._table is not None
+        call = self._routes.calls[frame.call]
+        ids = self._table.ids(self._routes.outgoing(call, frame.source, self._table)[0])
         made = self._lengths.made(call, ids) if call is not GENERATE else self._rollout_of(ids)
         return product_columns(made, call, self._routes.products(call, 0, self._table))
 
     def _rollout_of(self, ids: torch.Tensor) -> Samples:
         return self._lengths.rollout(torch.unique(ids // GROUP)).by_ids(ids)
+
+
+class FirstRank(Mailbox):
+    """Mailbox of rank 0, the root of the tree, with frames that are made when it waits for them."""
+
+    def __init__(self, others: OtherRanks) -> None:
+        super().__init__(0, HOST * len(others.hosts), None, hosts=others.hosts)
+        self._port = self._others = others
+
+    def _receive(self, frame: Frame, what: str, sources: tuple[int, ...]) -> torch.Tensor:
+        self._others.expect(frame)
+        return super()._receive(frame, what, sources)
 
 
 def measure(world_size: int, seed: int) -> dict[str, Any]:
@@ -171,7 +215,7 @@ def measure(world_size: int, seed: int) -> dict[str, Any]:
         return found
 
     routes = timed("generate", lambda: Routes(CALLS, places, world_size))
-    data = timed("generate", lambda: IterationData(batch, routes, cast(Mailbox, others), rank=0, run=1))
+    data = timed("generate", lambda: IterationData(batch, routes, FirstRank(others), rank=0, run=1))
     prompts = timed("generate", lambda: data.inputs(GENERATE))
     made = lengths.rollout(prompts.ids)
     timed("generate", lambda: data.record(GENERATE, made))
@@ -190,8 +234,8 @@ def measure(world_size: int, seed: int) -> dict[str, Any]:
         "ranks": world_size,
         "CPU s": sum(seconds.values()),
         **{f"{name}, s": value for name, value in seconds.items()},
-        "messages sent": others.sent.total(),
-        "messages read": others.received.total(),
+        "messages sent": others.num_sent,
+        "messages read": others.num_received,
         "MB": others.num_bytes / 1e6,
     }
 

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -93,6 +94,12 @@ class Ragged:
         parts = [self.values[begin:end] for begin, end in zip(begins, ends, strict=True)]
         return Ragged(torch.cat(parts) if parts else self.values[:0], lengths)
 
+    def split_by(self, sizes: Sequence[int]) -> list[Ragged]:
+        """Return so many sequences after each other, without copies; the sizes add up to all sequences."""
+        lengths = self.lengths.split(list(sizes))
+        values = self.values.split([int(part.sum()) for part in lengths])
+        return [Ragged(*part) for part in zip(values, lengths, strict=True)]
+
     def to(self, device: torch.device | str) -> Ragged:
         """Return the same sequences with ``values`` on ``device``."""
         return Ragged(self.values.to(device), self.lengths)
@@ -108,6 +115,15 @@ def check_host_integers(tensor: Tensor, name: str) -> None:
         raise DataError(
             f"{name} must be a 1-D int64 tensor on the CPU; got {tensor.dim()}-D {tensor.dtype} on {tensor.device}"
         )
+
+
+def repeated_ids(ids: Integers) -> list[int]:
+    """Return up to five ids that are there more than once."""
+    if (ids[1:] > ids[:-1]).all():  # as mostly
+        return []
+    ordered = np.sort(ids)
+    found: list[int] = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])[:5].tolist()
+    return found
 
 
 def as_indices(indices: Sequence[int] | Tensor | Integers, num_rows: int) -> Tensor:

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field, replace
 from io import BytesIO
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_realloc.batch.model_input import AnswerInput, ModelInput, prompt_digest
 from lightning_realloc.batch.prompt_images import PromptImages
 from lightning_realloc.batch.ragged import Ragged as Ragged
-from lightning_realloc.batch.ragged import as_indices, check_host_integers, tensors_equal
+from lightning_realloc.batch.ragged import as_indices, check_host_integers, repeated_ids, tensors_equal
 from lightning_realloc.batch.shares import Integers
 from lightning_realloc.batch.stored_objects import plain_value, restored_value
 from lightning_realloc.errors import DataError
@@ -70,8 +71,8 @@ class Samples:
         columns = {name: column for name, column in self.columns.items() if name not in objects}
         object.__setattr__(self, "columns", columns)
         object.__setattr__(self, "data", {**self.data, **objects})
-        if len(set(self.ids.tolist())) != len(self):
-            raise DataError(f"Samples.ids must be unique; repeated: {_repeated(self.ids.tolist())}")
+        if repeated := repeated_ids(self.ids.numpy()):
+            raise DataError(f"Samples.ids must be unique; repeated: {repeated}")
         for name, column in [*columns.items(), *self.data.items()]:
             _check_column(name, column, len(self))
 
@@ -137,6 +138,23 @@ class Samples:
         """Return the samples at these positions, in this order, under new ``ids`` if one is repeated."""
         rows = as_indices(indices, len(self))
         return self._picked(rows, self.ids[rows] if ids is None else ids)
+
+    def select_parts(self, parts: Sequence[Integers]) -> list[Samples]:
+        """Return as `select` for each part: sequences and tensors are gathered at once, and parts are views of them."""
+        rows, sizes = as_indices(np.concatenate(parts), len(self)), list(map(len, parts))
+        ids = self.ids[rows].split(sizes)
+        divided: dict[str, Sequence[Column]] = {}
+        for name, column in self.columns.items():
+            gathered = _select(column, rows)
+            divided[name] = gathered.split_by(sizes) if isinstance(gathered, Ragged) else gathered.split(sizes)
+        return [
+            Samples(
+                ids[index],
+                {name: columns[index] for name, columns in divided.items()},
+                {name: tuple(column[row] for row in part) for name, column in self.data.items()},
+            )
+            for index, part in enumerate(parts)
+        ]
 
     def by_ids(self, ids: Sequence[int] | Tensor) -> Samples:
         """Return the samples with these ids, in this order; DataError if an id is absent."""
@@ -224,12 +242,7 @@ def _check_column(name: str, column: Column, num_samples: int) -> None:
         raise DataError(f"column {name!r} must have one row for each of the {num_samples} samples; it has {rows}")
 
 
-def _repeated(ids: list[int]) -> list[int]:
-    ordered = sorted(ids)
-    return sorted({a for a, b in itertools.pairwise(ordered) if a == b})[:5]
-
-
-def _select(column: Column, rows: Tensor) -> Column:
+def _select(column: Column, rows: Tensor) -> Tensor | Ragged:
     assert not isinstance(column, tuple), "python objects are in Samples.data"
     return column.select(rows) if isinstance(column, Ragged) else column[rows.to(column.device)]
 

@@ -207,6 +207,29 @@ def share_of_each(lengths: ArrayLike, num_shares: int, *, groups: ArrayLike | No
     return shares[group_of]
 
 
+def share_within_teams(teams: Integers, team_sizes: Sequence[int], *, groups: ArrayLike) -> Integers:
+    """Divide the positions of each team among its ranks, so that all have about as many.
+
+    Returns the place in its team of each position's rank, (N,). Positions with the same entry in ``groups`` stay
+    together. The rule is that of `share_of_each` for equal lengths.
+
+    Args:
+        teams: (N,) team of each position.
+        team_sizes: Ranks of each team.
+        groups: (N,) names of groups; those of different teams are different groups.
+    """
+    _, names = np.unique(np.asarray(groups), return_inverse=True)
+    pairs = teams * (int(names.max(initial=0)) + 1) + names
+    _, firsts, group_of = np.unique(pairs, return_index=True, return_inverse=True)
+    counts, shares = np.bincount(group_of, minlength=len(firsts)), np.empty_like(firsts)
+    order = np.lexsort((firsts, teams[firsts]))
+    ends = np.flatnonzero(np.diff(teams[firsts[order]])) + 1
+    for members in np.split(order, ends) if len(order) else ():
+        shares[members] = _shares_of(counts[members], counts[members], team_sizes[teams[firsts[members[0]]]])
+    found: Integers = shares[group_of]
+    return found
+
+
 def _shares_of(weights: Integers, counts: Integers, num_shares: int) -> Integers:
     """Return the share of each item, longest processing time first; equal sums go by the number of samples."""
     order = np.argsort(-weights, kind="stable")

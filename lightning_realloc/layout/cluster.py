@@ -57,6 +57,12 @@ class ClusterSpec:
         """Number of devices of the cluster; one rank per device."""
         return self.num_nodes * self.devices_per_node
 
+    @property
+    def ranks_by_node(self) -> tuple[range, ...]:
+        """The ranks of each node."""
+        size = self.devices_per_node
+        return tuple(range(node * size, (node + 1) * size) for node in range(self.num_nodes))
+
     def node_of(self, rank: int) -> int:
         """Return the node of ``rank``. Raises LayoutError when the cluster has no such device."""
         if not 0 <= rank < self.num_devices:

@@ -30,9 +30,10 @@ from lightning_realloc.layout import Layout, ModelLayout
 from lightning_realloc.remote_path import local_folder
 from lightning_realloc.runtime.measure.allocators import collect_garbage, give_back_freed_memory
 from lightning_realloc.runtime.measure.usage import PeakMemory
+from lightning_realloc.runtime.messages.failure_agreement import rank_lost
 from lightning_realloc.runtime.messages.failure_store import is_broken_connection
 from lightning_realloc.runtime.messages.flight_record import FlightRecord
-from lightning_realloc.runtime.messages.mailbox import Mailbox, rank_lost
+from lightning_realloc.runtime.messages.mailbox import Mailbox
 from lightning_realloc.runtime.messages.watchdog import StallAction, Watchdog, write_flight_record
 from lightning_realloc.runtime.parallel.shards import reshard
 from lightning_realloc.runtime.transfer.agreement import TransportName, WeightVerification
@@ -372,7 +373,8 @@ class PlacedRoles:
 
     def _make_runner(self, pool: ModelPool) -> CallRunner:
         rank, device = self.facts.rank, self.facts.device
-        mailbox = Mailbox(rank, self.facts.world_size, pool.meshes.new_host_group(), self._watchdog)
+        group, hosts = pool.meshes.new_host_group(), self.facts.cluster.ranks_by_node
+        mailbox = Mailbox(rank, self.facts.world_size, group, self._watchdog, hosts=hosts)
         log = VersionLog(rank, self._options.overlap.replay_versions)
         context = CallContext(self.module, pool, mailbox, device, PeakMemory(device), rank, log)
         return CallRunner(context, self, self._optimizers, self._options.overlap, self._stop)

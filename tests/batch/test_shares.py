@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_realloc.batch.shares import micro_batch_plan, share_of_each
+from lightning_realloc.batch.shares import micro_batch_plan, share_of_each, share_within_teams
 from lightning_realloc.errors import DataError, PlanError
 
 
@@ -85,3 +85,17 @@ def test_a_sequence_longer_than_a_micro_batch_is_refused_with_the_bound_it_needs
         DataError, match=r"micro-batch of actor.train; one has 11 tokens, and .*=10: raise it to at least 11"
     ):
         _packs([3, 11], 10)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_teams_share_their_positions_as_if_each_were_alone(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    number = data.draw(st.integers(0, 25))
+    teams = np.array([data.draw(st.integers(0, len(sizes) - 1)) for _ in range(number)], dtype=np.int64)
+    groups = np.array([data.draw(st.integers(-3, 6)) for _ in range(number)], dtype=np.int64)
+    shares = share_within_teams(teams, sizes, groups=groups)
+    for team, size in enumerate(sizes):
+        rows = np.flatnonzero(teams == team)
+        alone = share_of_each(np.ones(len(rows)), size, groups=groups[rows])
+        assert shares[rows].tolist() == alone.tolist()

@@ -1,8 +1,9 @@
 """Publish a failing rank's exception through the store, so that peers report the cause instead of a closed socket.
 
 A rank in a collective gets no message, only a broken connection when the failed rank ends. So a failing rank writes
-its error to the process group's store, and a rank that loses a connection reads it there. If the rank that hosts the
-store has ended, nothing can be read; its own log shows the error.
+its error to the process group's store, and a rank that loses a connection reads it there. All errors and losses are
+lines under one key, so a rank reads what there is, however many ranks there are. If the rank that hosts the store has
+ended, nothing can be read; its own log shows the error.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from concurrent import futures
 from contextlib import suppress
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
@@ -30,8 +31,10 @@ CHECK_S = 1.0
 """Seconds between two questions to the store while a rank waits."""
 STORE_LOST = "the process that hosts the process group's store, mostly rank 0, was lost"
 """Text of errors of ranks that cannot reach the store any more."""
-COUNT_KEY = "failures_and_losses"
+COUNT_KEY = "num_failures_and_losses"
 """Key for the number of failures and losses published since the store exists, also of earlier runs."""
+_LIST_KEY = "failures_and_losses"
+_FAILED, _LOST, _STARTED = "failed", "lost", "started"
 Value = TypeVar("Value")
 _BROKEN = re.compile(r"gloo/transport.*(by peer|broken pipe|time(d )?out|connect)", re.IGNORECASE | re.DOTALL)
 """Messages of the RuntimeErrors that gloo raises when another process has ended."""
@@ -50,27 +53,59 @@ def is_loss_of_first_rank(error: BaseException) -> bool:
     return _FIRST_LOST.search("\n".join((str(error), *getattr(error, "__notes__", ())))) is not None
 
 
+class Published(NamedTuple):
+    """Failures and losses that ranks have published in this run."""
+
+    failures: dict[int, tuple[str, str]]
+    """Failed rank -> class name and message of its error."""
+    lost: set[int]
+    """Ranks whose process has ended, as others have found."""
+
+
+def read_published(store: Any) -> Published:
+    """Return what is published, from a connection to the store. Raises RuntimeError if it cannot be reached."""
+    found = Published({}, set())
+    if store.add(COUNT_KEY, 0):  # a question for a key that does not exist yet would wait for it
+        for rank, kind, error in map(json.loads, store.get(_LIST_KEY).decode().splitlines()):
+            if kind == _STARTED:
+                found.failures.pop(rank, None)
+                found.lost.discard(rank)
+            elif kind == _FAILED:
+                found.failures[rank] = (error[0], error[1])
+            else:
+                found.lost.add(rank)
+    return found
+
+
 def publish_failure(rank: int, error: BaseException) -> None:
     """Write this rank's error to the store, for the other ranks to read."""
     with suppress(RuntimeError):  # the rank that hosts the store has ended
-        _publish(_key(rank), json.dumps([type(error).__name__, str(error)]))
+        _publish(rank, _FAILED, [type(error).__name__, str(error)])
 
 
-def peer_failures(world_size: int) -> dict[int, tuple[str, str]]:
+def publish_loss(rank: int) -> None:
+    """Write to the store that another rank's process has ended. Raises RuntimeError if the store has ended, too."""
+    if rank not in read_published(group_store()).lost:
+        _publish(rank, _LOST, None)
+
+
+def publish_start(rank: int) -> None:
+    """Delete what is published about this rank, before a new run."""
+    published = read_published(group_store())
+    if rank in published.failures or rank in published.lost:
+        _publish(rank, _STARTED, None)
+
+
+def peer_failures() -> dict[int, tuple[str, str]]:
     """Return rank -> (class name, message) of the published errors; {} if the store cannot be reached."""
     with suppress(RuntimeError):
-        return published_failures(group_store(), world_size)
+        return read_published(group_store()).failures
     return {}
 
 
-def published_failures(store: Any, world_size: int) -> dict[int, tuple[str, str]]:
-    """Return as `peer_failures`, from a connection to the store. Raises RuntimeError if it cannot be reached."""
-    found = {}
-    for rank in range(world_size):
-        if store.check([_key(rank)]):
-            name, message = json.loads(store.get(_key(rank)))
-            found[rank] = (name, message)
-    return found
+def is_lost(rank: int) -> bool:
+    """Return whether a rank has found that the process of ``rank`` has ended. Raises as `publish_loss`."""
+    return rank in read_published(group_store()).lost
 
 
 class PeerFailures:
@@ -80,11 +115,10 @@ class PeerFailures:
 
     Args:
         rank: This rank.
-        world_size: Number of ranks.
     """
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._rank, self._world_size = rank, world_size
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
         self._num_read = 0
         self._failures: dict[int, tuple[str, str]] = {}
         self._waits: tuple[str, int] | None = None
@@ -98,7 +132,7 @@ class PeerFailures:
     def read(self, store: Any, count: int) -> None:
         """Read the errors if the store's number of failures and losses, ``count``, has changed."""
         if count != self._num_read:
-            self._num_read, self._failures = count, published_failures(store, self._world_size)
+            self._num_read, self._failures = count, read_published(store).failures
 
     def describe_vain_wait(self, own: RankState, now: float) -> str | None:
         """Return a message, once, when this rank has waited in one place for `PEER_FAILURE_S` since a failure."""
@@ -123,7 +157,7 @@ def peer_error(rank: int, name: str, message: str) -> ReallocError:
     return ReallocError(f"rank {rank} failed with {name}: {message}")
 
 
-def await_watching(wait: Callable[[], Value], world_size: int, *, what: str) -> Value:
+def await_watching(wait: Callable[[], Value], *, what: str) -> Value:
     """Return the result of ``wait``, which blocks until other ranks act, unless one of them fails or is lost.
 
     Raises:
@@ -139,47 +173,29 @@ def await_watching(wait: Callable[[], Value], world_size: int, *, what: str) -> 
 
     Thread(target=run, daemon=True).start()  # an executor's thread would keep the process from ending
     while not futures.wait((outcome,), CHECK_S).done:
-        if (cause := _cause_to_end(world_size)) is not None:
+        if (cause := _cause_to_end()) is not None:
             raise RankLost(f"{cause}; this rank waited for {what}")
     return outcome.result()
 
 
-def _cause_to_end(world_size: int) -> str | None:
+def _cause_to_end() -> str | None:
     """Return the first rank that failed or was lost; None if no rank knows of one."""
     try:
-        if not group_store().add(COUNT_KEY, 0):  # one question in place of two for every rank
-            return None
-        for rank, (name, message) in published_failures(group_store(), world_size).items():
-            return f"rank {rank} failed with {name}: {message}"
-        lost = next(filter(is_lost, range(world_size)), None)
+        published = read_published(group_store())
     except dist.DistNetworkError:
         return STORE_LOST
-    return None if lost is None else f"rank {lost} was lost"
+    for rank, (name, message) in sorted(published.failures.items()):
+        return f"rank {rank} failed with {name}: {message}"
+    return f"rank {min(published.lost)} was lost" if published.lost else None
 
 
-def clear_failure(rank: int) -> None:
-    """Delete what is published about this rank, before a new run."""
-    for key in (_key(rank), _lost_key(rank)):
-        group_store().delete_key(key)
-
-
-def publish_loss(rank: int) -> None:
-    """Write to the store that another rank's process has ended. Raises RuntimeError if the store has ended, too."""
-    _publish(_lost_key(rank), "")
-
-
-def is_lost(rank: int) -> bool:
-    """Return whether a rank has found that the process of ``rank`` has ended. Raises as `publish_loss`."""
-    return bool(group_store().check([_lost_key(rank)]))
-
-
-def explain_broken_connection(error: BaseException, rank: int, world_size: int) -> None:
+def explain_broken_connection(error: BaseException, rank: int) -> None:
     """Publish an error, or, if it only says that another rank has ended, add the peers' errors to it as notes."""
     if isinstance(error, RankLost):  # names the rank already, and the store may be lost with it
         return
     if is_broken_connection(error):
         try:
-            for other, (name, message) in published_failures(group_store(), world_size).items():
+            for other, (name, message) in sorted(read_published(group_store()).failures.items()):
                 error.add_note(f"rank {other} failed first, with {name}: {message}")
         except RuntimeError:
             error.add_note(STORE_LOST)
@@ -187,9 +203,9 @@ def explain_broken_connection(error: BaseException, rank: int, world_size: int) 
         publish_failure(rank, error)
 
 
-def _publish(key: str, content: str) -> None:
+def _publish(rank: int, kind: str, error: object) -> None:
     store = group_store()
-    store.set(key, content)
+    store.append(_LIST_KEY, json.dumps([rank, kind, error]) + "\n")
     store.add(COUNT_KEY, 1)
 
 
@@ -201,11 +217,3 @@ def group_store() -> Any:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
-
-
-def _lost_key(rank: int) -> str:
-    return f"lost_ranks/{rank}"
-
-
-def _key(rank: int) -> str:
-    return f"peer_failures/{rank}"

@@ -115,7 +115,7 @@ class Watchdog:
         """Number of the latest question that this rank answered."""
         self._published = ""
         """Activities that this rank published last."""
-        self._peers = PeerFailures(rank, world_size)
+        self._peers = PeerFailures(rank)
         self._host_state: RankState | None = None
         """Latest known state of rank 0, which mostly hosts the store and takes it along when it is lost."""
         self.store_is_lost = False
@@ -126,7 +126,7 @@ class Watchdog:
         self.record.start_run()
         self._watched = threading.get_ident()
         self._store, self._host_state, self.store_is_lost = None, None, False  # of an earlier process group
-        self._peers = PeerFailures(self._rank, self._world_size)
+        self._peers = PeerFailures(self._rank)
         self._stopped.clear()
         with suppress(_StoreSilentError):  # the thread tries again, and reports it when this rank is late
             self._reach_store(lambda: None)

@@ -1,8 +1,8 @@
 """Collect the samples that one generating call makes on several ranks, whole or chunk by chunk.
 
-Each rank that generates sends the outline of its samples to all ranks: ids, lengths and values per sample. From these
-every rank makes the same table. Sequences follow where a later call needs them. In chunks they are sent at once, to
-calls that start before all samples are generated.
+Each rank that generates gives the outline of its samples to a directory that all ranks receive: ids, lengths and values
+per sample. From these every rank makes the same table. Sequences follow where a later call needs them. In chunks they
+are sent at once, to calls that start before all samples are generated.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from lightning_realloc.batch.samples import Samples
+from lightning_realloc.batch.shares import Integers
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import PlanError
 from lightning_realloc.runtime.messages.codec import decode_message, encode_message
@@ -29,12 +31,36 @@ from lightning_realloc.strategies.exchange.sample_table import (
     outline,
     product_columns,
     sequence_lengths,
-    values_of,
     with_objects,
 )
 
 ChunkKey = tuple[int, int]
 """Number of a chunk, and the rank that sends it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """The outlines of chunks of samples, of one rank or several."""
+
+    known: Samples | None
+    """The samples of all chunks, one chunk after the other; None without any."""
+    chunks: Integers
+    """(chunks, 3) number, sending rank and samples of each chunk that is not empty."""
+
+    @classmethod
+    def merge(cls, parts: Sequence[Directory]) -> Directory:
+        """Return the directory of all chunks."""
+        known = [part.known for part in parts if part.known is not None]
+        chunks = np.concatenate([part.chunks for part in parts])
+        return cls(Samples.concatenate(known) if known else None, chunks)
+
+    @classmethod
+    def of(cls, rank: int, chunks: Sequence[Samples | None]) -> Directory:
+        """Return the directory of one rank's chunks, in the order of their numbers."""
+        rows = [(number, rank, len(chunk)) for number, chunk in enumerate(chunks) if chunk is not None]
+        known = [outline(chunk) for chunk in chunks if chunk is not None]
+        sizes = np.array(rows, dtype=np.int64).reshape(-1, 3)
+        return cls(Samples.concatenate(known) if known else None, sizes)
 
 
 class RunMessages:
@@ -59,6 +85,15 @@ class RunMessages:
         """Return samples or plain data of a call; waits for them."""
         return decode_message(self._mailbox.receive(kind, self._run, self._calls.index(call), sender, part=part))
 
+    def share(self, call: ModelFunctionCall, part: Directory, contributors: Sequence[int]) -> None:
+        """Give this rank's part of a call's directory; the rank does not wait."""
+        self._mailbox.share(FrameKind.DIRECTORY, self._run, self._calls.index(call), part, contributors)
+
+    def directory(self, call: ModelFunctionCall) -> Directory:
+        """Return a call's directory; waits for it."""
+        found: Directory = self._mailbox.receive_whole(FrameKind.DIRECTORY, self._run, self._calls.index(call))
+        return found
+
 
 class GeneratedSamples:
     """The samples of one generating call, which each rank sends at its end.
@@ -70,16 +105,9 @@ class GeneratedSamples:
         rank: This process.
     """
 
-    num_chunks = 1
-    """Chunks in which each rank sends its samples, empty ones included."""
-
     def __init__(self, call: ModelFunctionCall, routes: Routes, messages: RunMessages, rank: int) -> None:
         self._call, self._routes, self._messages, self._rank = call, routes, messages, rank
         self._place = routes.placements[call.name]
-        self._outlines: dict[ChunkKey, Samples | None] = {}
-        """Outline of each chunk; None: the chunk is empty."""
-        self._clocks: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
-        """Sender -> when it sent its outlines, on its clock, and when this rank read them, on its own."""
         self._table: SampleTable | None = None
 
     @property
@@ -89,7 +117,7 @@ class GeneratedSamples:
 
     def finish(self, made: Samples | None) -> None:
         """Send this rank's samples, without those that it has sent already; None: it made none."""
-        self._send(0, made)
+        self._share([_ordered(made)])
 
     def table(self, prompts: Samples) -> SampleTable:
         """Return all samples as every rank knows them, with the objects of their ``prompts``; waits for all outlines.
@@ -98,40 +126,46 @@ class GeneratedSamples:
             PlanError: if no rank made a sample.
         """
         if self._table is None:
-            outlines = {key: self._outline(key) for key in self._keys()}
-            chunks = [(sender, known) for (_, sender), known in outlines.items() if known is not None]
-            if not chunks:
+            directory = self._messages.directory(self._call)
+            if directory.known is None:
                 raise PlanError(f"call {self._call.name!r} made no samples; it must return at least one response")
-            known = Samples.concatenate([known for _, known in chunks]).sorted_by_id()
-            self._table = self._make_table(with_objects(known, prompts), chunks)
+            self._table = self._make_table(directory.known, directory.chunks, prompts)
         return self._table
 
-    def _make_table(self, known: Samples, chunks: Sequence[tuple[int, Samples]]) -> SampleTable:
-        """Return the table of all samples, given sender and outline of each chunk."""
-        positions = [np.searchsorted(known.ids.numpy(), chunk.ids.numpy()) for _, chunk in chunks]
-        share_of = {ranks[0]: share for share, ranks in self._place.holders.items()}
-        shares = np.full(len(known), -1)
-        for (sender, _), rows in zip(chunks, positions, strict=True):
-            shares[rows] = share_of[sender]
-        return SampleTable(known, Holders(shares, self._place.holders), chunks=positions)
+    def _make_table(self, listed: Samples, chunks: Integers, prompts: Samples) -> SampleTable:
+        """Return the table of all samples, given these chunk by chunk."""
+        known = listed.sorted_by_id()
+        positions = np.searchsorted(known.ids.numpy(), listed.ids.numpy())
+        numbers, senders, sizes = chunks.T
+        share_of = np.zeros(max(self._place.senders) + 1, dtype=np.int64)
+        for share, ranks in self._place.holders.items():
+            share_of[ranks[0]] = share
+        shares = np.empty(len(known), dtype=np.int64)
+        shares[positions] = np.repeat(share_of[senders], sizes)
+        parts = np.split(positions, np.cumsum(sizes)[:-1])
+        in_order = [parts[index] for index in np.lexsort((senders, numbers))]
+        return SampleTable(with_objects(known, prompts), Holders(shares, self._place.holders), chunks=in_order)
 
-    def _keys(self) -> list[ChunkKey]:
-        return [(number, sender) for number in range(self.num_chunks) for sender in self._place.senders]
+    def _share(self, chunks: Sequence[Samples | None]) -> None:
+        """Give the outlines of this rank's chunks to all ranks."""
+        self._messages.share(self._call, Directory.of(self._rank, chunks), self._place.senders)
 
-    def _send(self, number: int, made: Samples | None) -> None:
-        """Send the outline of a chunk to all ranks."""
-        known = None if made is None or not len(made) else outline(made).sorted_by_id()
-        self._outlines[number, self._rank] = known
-        content = (time.perf_counter(), known)
-        self._messages.send(self._messages.others, FrameKind.DIRECTORY, self._call, content, part=number)
 
-    def _outline(self, key: ChunkKey) -> Samples | None:
-        """Return a chunk's outline, None if it is empty; waits for it."""
-        number, sender = key
-        if key not in self._outlines:
-            sent_s, self._outlines[key] = self._messages.receive(FrameKind.DIRECTORY, self._call, sender, part=number)
-            self._clocks[sender].append((sent_s, time.perf_counter()))
-        return self._outlines[key]
+def _ordered(made: Samples | None) -> Samples | None:
+    """Return samples in the order of ids; None if there are none."""
+    return None if made is None or not len(made) else made.sorted_by_id()
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """One chunk, as a rank receives it that works on a part of its samples."""
+
+    sent_s: float
+    """When it was sent, on the sender's clock."""
+    lengths: Integers
+    """Tokens of all samples of the chunk; none if it is empty."""
+    rows: Samples | None
+    """The samples that the rank works on; None without any."""
 
 
 class ChunkedSamples(GeneratedSamples):
@@ -140,16 +174,17 @@ class ChunkedSamples(GeneratedSamples):
     def __init__(self, call: ModelFunctionCall, routes: Routes, messages: RunMessages, rank: int) -> None:
         super().__init__(call, routes, messages, rank)
         self.num_chunks = routes.fusion.num_chunks_of(call)
-        self._sent: list[Samples] = []
-        """Chunks that this rank sent before the call's end."""
-        self._rows: dict[ChunkKey, Samples] = {}
-        """Sequences of each chunk that this rank works on in fused calls."""
+        """Chunks in which each rank sends its samples, empty ones included."""
+        self._sent: list[Samples | None] = []
+        """Chunks that this rank has sent."""
+        self._received: dict[ChunkKey, _Chunk] = {}
+        self._clocks: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+        """Sender -> when it sent its chunks, on its clock, and when this rank read them, on its own."""
 
     def send(self, made: Samples) -> None:
         """Send some samples while others are generated."""
         if self.is_sender:
-            self._sent.append(made)
-            self._send(len(self._sent) - 1, made)
+            self._send(made)
 
     def finish(self, made: Samples | None) -> None:
         """Send the samples that no chunk had.
@@ -158,30 +193,30 @@ class ChunkedSamples(GeneratedSamples):
             PlanError: if the call changed samples that it had sent.
         """
         rest = made
-        if self._sent:
-            sent = Samples.concatenate(self._sent)
+        if parts := [part for part in self._sent if part is not None]:
+            sent = Samples.concatenate(parts)
             check_unchanged(self._call, made, sent)
             assert made is not None, "checked before"
             ids = set(sent.ids.tolist())
             rest = made.select([row for row, sample_id in enumerate(made.ids.tolist()) if sample_id not in ids])
-        for number in range(len(self._sent), self.num_chunks - 1):
-            self._send(number, None)
-        self._send(self.num_chunks - 1, rest)
+        while len(self._sent) < self.num_chunks - 1:
+            self._send(None)
+        self._send(rest)
+        self._share(self._sent)
 
     def chunks(self, prompts: Samples) -> Iterator[SampleChunk]:
         """Yield the chunks that this rank works on in fused calls, as they arrive."""
-        for key in self._keys():
-            known, rows = self._outline(key), self._chunk(key)
-            if known is not None and rows is not None:
-                lengths = sequence_lengths(known)
-                positions = self._routes.fusion.chunk_positions(self._call, self._rank, lengths)
-                rows = with_objects(rows.with_columns(**values_of(known.select(positions))), prompts)
-                yield SampleChunk(lengths, PositionedRows(rows, positions))
+        for chunk in map(self._chunk, self._keys()):
+            if chunk.rows is not None:
+                positions = self._routes.fusion.chunk_positions(self._call, self._rank, chunk.lengths)
+                yield SampleChunk(chunk.lengths, PositionedRows(with_objects(chunk.rows, prompts), positions))
 
     def rows(self) -> list[Samples]:
         """Return the sequences of all chunks that this rank works on in fused calls; waits for them."""
-        chunks = map(self._chunk, self._keys())
-        return [rows for rows in chunks if rows is not None]
+        if not self._is_user(self._rank):
+            return []
+        chunks = [self._chunk(key).rows for key in self._keys()]
+        return [product_columns(rows, self._call, self._call.produces) for rows in chunks if rows is not None]
 
     def ended_at(self) -> float:
         """Return when the call ended, by this rank's ``time.perf_counter()``; after all chunks were read.
@@ -190,26 +225,28 @@ class ChunkedSamples(GeneratedSamples):
         """
         return max(times[-1][0] + min(read - sent for sent, read in times) for times in self._clocks.values())
 
-    def _send(self, number: int, made: Samples | None) -> None:
-        """Send the outline of a chunk to all ranks, and its sequences to those that work on them in fused calls."""
-        made = None if made is None or not len(made) else made.sorted_by_id()
-        super()._send(number, made)
-        if made is None:
-            return
-        lengths = sequence_lengths(made)
-        for rank in self._messages.others:
-            positions = self._routes.fusion.chunk_positions(self._call, rank, lengths)
-            if len(positions):
-                rows = product_columns(made.select(positions), self._call, self._call.produces)
-                self._messages.send([rank], FrameKind.ROWS, self._call, rows, part=number)
+    def _keys(self) -> list[ChunkKey]:
+        return [(number, sender) for number in range(self.num_chunks) for sender in self._place.senders]
 
-    def _chunk(self, key: ChunkKey) -> Samples | None:
-        """Return the sequences of a chunk that this rank works on in fused calls, None if there are none."""
-        known, (number, sender) = self._outline(key), key
-        if known is None:
-            return None
-        if not len(self._routes.fusion.chunk_positions(self._call, self._rank, sequence_lengths(known))):
-            return None
-        if key not in self._rows:
-            self._rows[key] = self._messages.receive(FrameKind.ROWS, self._call, sender, part=number)
-        return self._rows[key]
+    def _is_user(self, rank: int) -> bool:
+        return bool(self._routes.fusion.users(self._call, rank))
+
+    def _send(self, made: Samples | None) -> None:
+        """Send a chunk to the ranks that work on its samples in fused calls."""
+        number, made = len(self._sent), _ordered(made)
+        self._sent.append(made)
+        lengths = np.zeros(0, dtype=np.int64) if made is None else sequence_lengths(made)
+        for rank in filter(self._is_user, self._messages.others):
+            positions = self._routes.fusion.chunk_positions(self._call, rank, lengths)
+            rows = None if made is None or not len(positions) else made.select(positions)
+            chunk = _Chunk(time.perf_counter(), lengths, rows)
+            self._messages.send([rank], FrameKind.CHUNK, self._call, chunk, part=number)
+
+    def _chunk(self, key: ChunkKey) -> _Chunk:
+        """Return a chunk as this rank receives it; waits for it."""
+        if key not in self._received:
+            number, sender = key
+            chunk = self._messages.receive(FrameKind.CHUNK, self._call, sender, part=number)
+            self._received[key] = chunk
+            self._clocks[sender].append((chunk.sent_s, time.perf_counter()))
+        return self._received[key]

@@ -15,7 +15,7 @@ import numpy as np
 from lightning_realloc.batch.samples import RECORD, Column, Samples, samples_from_state, samples_state
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import PlanError
-from lightning_realloc.runtime.messages.codec import all_gather_samples, decode_message, encode_message
+from lightning_realloc.runtime.messages.codec import all_gather_samples
 from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
 from lightning_realloc.strategies.exchange.generated_samples import ChunkedSamples, GeneratedSamples, RunMessages
 from lightning_realloc.strategies.exchange.iteration_report import IterationReport
@@ -149,8 +149,14 @@ class IterationData:
         if is_mine.any():
             self._mine[call.name] = made if is_mine.all() else made.select(np.flatnonzero(is_mine))
         self._held[call.name].append(product_columns(made, call, self.routes.products(call, self._rank, table)))
-        for receiver, rows in self.routes.outgoing(call, self._rank, table).items():
-            samples = product_columns(made.by_ids(table.ids(rows)), call, self.routes.products(call, receiver, table))
+        outgoing = self.routes.outgoing(call, self._rank, table)
+        if not outgoing:
+            return
+        rows = made.rows_of(table.ids(np.concatenate(list(outgoing.values())))).numpy()
+        edges = np.cumsum([len(positions) for positions in outgoing.values()])[:-1]
+        parts = Samples(made.ids, made.columns).select_parts(np.split(rows, edges))
+        for receiver, part in zip(outgoing, parts, strict=True):
+            samples = product_columns(part, call, self.routes.products(call, receiver, table))
             self._messages.send([receiver], FrameKind.ROWS, call, samples, part=REST)
 
     def _receive_results(self, producer: ModelFunctionCall, table: SampleTable) -> None:
@@ -171,20 +177,17 @@ class IterationData:
 
     # ---- after the calls
     def send_report(self) -> None:
-        """Send this rank's report to all ranks: metrics, values per sample, and samples for the next iteration."""
+        """Give this rank's report to all ranks: metrics, values per sample, and samples for the next iteration."""
         values = {name: made for name, made in self._mine.items() if name not in self._generated}
         self.report.values = {name: outline(made) for name, made in values.items()}
-        self.report.shown = self._my_shown()
+        self.report.shown, self.report.num_shown = self._my_shown(), self._num_shown
         self._has_sent_report = True
-        self._mailbox.send(self._mailbox.others, FrameKind.CALL_METRICS, self.run, 0, encode_message(self.report))
+        ranks = range(1 + len(self._mailbox.others))
+        self._mailbox.share(FrameKind.CALL_METRICS, self.run, 0, self.report, ranks)
 
     def receive_report(self) -> IterationReport:
         """Return the merged reports of all ranks, and add the values that they made to the tables."""
-        reports = {self._rank: self.report}
-        for rank in self._mailbox.others:
-            content = self._mailbox.receive(FrameKind.CALL_METRICS, self.run, 0, rank)
-            reports[rank] = decode_message(content)
-        merged = IterationReport.merge([report for _, report in sorted(reports.items())])
+        merged: IterationReport = self._mailbox.receive_whole(FrameKind.CALL_METRICS, self.run, 0)
         for call in self.routes.calls:
             if call.name in merged.values:
                 table = self.table(call)

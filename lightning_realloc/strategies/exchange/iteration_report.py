@@ -30,8 +30,10 @@ class IterationReport:
     carried: Samples | None = None
     """Samples that generating calls left for the next iteration; None: there are none. Merging joins them, by id."""
     shown: Samples | None = None
-    """The first samples by id with their responses, and perhaps further ones; None: not asked for, or known from the
-    loader. Merging joins them, by id."""
+    """The first samples by id with their responses; None: not asked for, or known from the loader. Merging joins them,
+    by id, and keeps the first ``num_shown``."""
+    num_shown: int = 0
+    """Largest number of samples to show."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -46,15 +48,17 @@ class IterationReport:
 
     @classmethod
     def merge(cls, reports: Sequence[IterationReport]) -> IterationReport:
-        """Merge the reports of all ranks, in order of rank."""
+        """Merge reports, in order of rank."""
         calls = dict.fromkeys(name for report in reports for name in report.values)
+        shown, num_shown = _join([report.shown for report in reports]), max(report.num_shown for report in reports)
         return cls(
             maxima=_merge([report.maxima for report in reports], max),
             sums=_merge([report.sums for report in reports], sum),
             expert_counts=_merge([report.expert_counts for report in reports], sum),
             values={name: Samples.concatenate([r.values[name] for r in reports if name in r.values]) for name in calls},
             carried=_join([report.carried for report in reports]),
-            shown=_join([report.shown for report in reports]),
+            shown=None if shown is None else shown.select(range(min(num_shown, len(shown)))),
+            num_shown=num_shown,
         )
 
 

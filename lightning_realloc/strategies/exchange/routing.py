@@ -14,7 +14,14 @@ from types import MappingProxyType
 
 import numpy as np
 
-from lightning_realloc.batch.shares import Integers, MicroBatchPlan, SharedWork, micro_batch_plan, share_of_each
+from lightning_realloc.batch.shares import (
+    Integers,
+    MicroBatchPlan,
+    SharedWork,
+    micro_batch_plan,
+    share_of_each,
+    share_within_teams,
+)
 from lightning_realloc.batch.training import TrainOptions, TrainStep, train_steps
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import PlanError
@@ -256,10 +263,13 @@ class Routes:
         holders = None if call in self.calls_later() else table.holders
         if holders is None:
             holders = Holders(np.zeros(len(table), dtype=np.int64), {0: ranks})
-        found, groups = np.full(len(table), -1), table.groups(self.group_size)
-        for share, team in holders.ranks.items():
-            rows = np.flatnonzero(holders.shares == share)
-            found[rows] = np.array(team)[share_of_each(np.ones(len(rows)), len(team), groups=groups[rows])]
+        found = np.full(len(table), -1)
+        rows = np.flatnonzero(holders.shares >= 0)
+        teams = [holders.ranks.get(share, ()) for share in range(max(holders.ranks) + 1)]
+        team_of, groups = holders.shares[rows], table.groups(self.group_size)[rows]
+        places = share_within_teams(team_of, list(map(len, teams)), groups=groups)
+        starts = np.cumsum([0, *map(len, teams)])
+        found[rows] = np.concatenate(teams)[starts[team_of] + places]
         return found
 
     def computing_ranks(self, call: ModelFunctionCall) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ from lightning_realloc.parent_watch import end_with_parent, say_before_orphaned_
 from lightning_realloc.runtime.measure.allocators import expand_cuda_segments, keep_freed_memory
 from lightning_realloc.runtime.measure.links import describe_links, measure_links
 from lightning_realloc.runtime.measure.nodes import check_nodes, describe_cluster, warn_of_other_processes
-from lightning_realloc.runtime.messages.failure_store import clear_failure, explain_broken_connection
+from lightning_realloc.runtime.messages.failure_store import explain_broken_connection, publish_start
 from lightning_realloc.runtime.messages.objects import broadcast_object
 from lightning_realloc.runtime.parallel.mesh import forget_groups
 from lightning_realloc.seeds import global_seed
@@ -144,7 +144,7 @@ class DataParallelStrategy(CheckpointedStrategy):
         self.stop.handle_signals(self.connected_module.trainer)
         failures.report_failures(rank=self.global_rank, launcher=self._launcher)
         if self.world_size > 1:
-            clear_failure(self.global_rank)
+            publish_start(self.global_rank)
             self._find_nodes()
             if failures.is_started_by_torchrun():
                 end_with_parent(os.getppid())
@@ -259,7 +259,7 @@ class DataParallelStrategy(CheckpointedStrategy):
         if isinstance(exception, SIGTERMException):  # on all ranks alike
             self.stop.end_with(exception, trainer)
         elif self.world_size > 1 and dist.is_initialized():
-            explain_broken_connection(exception, self.global_rank, self.world_size)
+            explain_broken_connection(exception, self.global_rank)
         self._record_failure(exception)
         failures.log_way_to_resume(trainer, exception)
         say_before_orphaned_end(None)

@@ -43,7 +43,7 @@ class ReplicaStream:
         self.role = home.role
         self.version = version
         """Version that this rank's part of the replica holds; on other ranks the one it held first."""
-        self._home, self._world_size = home, options.facts.world_size
+        self._home = home
         self._num_due = self._num_received = 0
         self._sender: VersionSender | None = None
         self._receiver: VersionReceiver | None = None
@@ -79,7 +79,7 @@ class ReplicaStream:
         self._num_due += 1
         if self._sender is not None:
             reshard(self._home.model)
-            await_watching(self._sender.wait, self._world_size, what="ranks that take the last weights")
+            await_watching(self._sender.wait, what="ranks that take the last weights")
             self._sender.send(version)
 
     def has_news(self) -> bool:
@@ -103,14 +103,14 @@ class ReplicaStream:
         """End the stream with the last pushed version in the replica. Every rank calls it at the same point."""
         self.catch_up()
         if self._sender is not None:
-            await_watching(self._sender.close, self._world_size, what="ranks that take the last weights")
+            await_watching(self._sender.close, what="ranks that take the last weights")
         if self._receiver is not None:
             end = self._next(self._receiver)
             assert end is None, f"version {end} came after the last one"
 
     def _next(self, receiver: VersionReceiver) -> int | None:
         if not receiver.has_arrived():
-            await_watching(receiver.wait, self._world_size, what="newer weights")
+            await_watching(receiver.wait, what="newer weights")
         return receiver.receive()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from lightning_realloc.batch.training import TrainOptions
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.dims import Layout, ParallelDims
-from lightning_realloc.runtime.messages.codec import decode_message
+from lightning_realloc.runtime.messages.codec import decode_message, encode_message
 from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.exchange.routing import CallPlacement, Routes, table_owner
@@ -50,6 +50,11 @@ class Post:
 
     def __init__(self) -> None:
         self.frames: dict[tuple[int, ...], Tensor] = {}
+        self.parts: dict[tuple[int, ...], dict[int, Tensor]] = {}
+        """(kind, run, call) -> part of each rank that gives one."""
+        self.contributors: dict[tuple[int, ...], set[int]] = {}
+        self.unread: dict[tuple[int, ...], int] = {}
+        """(kind, run, call) -> number of ranks that have not received the whole."""
         self.arrival = threading.Condition()
         self.rows: Counter[tuple[int, int, int]] = Counter()
         """(receiver, call, sample id) -> number of times it was sent."""
@@ -67,8 +72,10 @@ class ThreadMailbox:
         with self._post.arrival:
             for rank in to:
                 self._post.frames[rank, kind, run, call, self._rank, part] = content
-                if kind == FrameKind.ROWS:
-                    ids = decode_message(content).ids.tolist()
+                if kind in (FrameKind.ROWS, FrameKind.CHUNK):
+                    sent = decode_message(content)
+                    rows = sent if kind == FrameKind.ROWS else sent.rows
+                    ids = [] if rows is None else rows.ids.tolist()
                     self._post.rows.update((rank, call, sample_id) for sample_id in ids)
             self._post.arrival.notify_all()
 
@@ -78,6 +85,29 @@ class ThreadMailbox:
         with self._post.arrival:
             assert self._post.arrival.wait_for(lambda: name in self._post.frames, DEADLINE_S), f"{name} never came"
             return self._post.frames.pop(name)
+
+    def share(self, kind: FrameKind, run: int, call: int, part: Any, contributors: Collection[int]) -> None:
+        """As `Mailbox.share`."""
+        name = (kind, run, call)
+        with self._post.arrival:
+            parts = self._post.parts.setdefault(name, {})
+            assert self._rank in contributors and self._rank not in parts
+            assert self._post.contributors.setdefault(name, set(contributors)) == set(contributors)
+            parts[self._rank] = encode_message(part)
+            self._post.unread[name] = 1 + len(self.others)
+            self._post.arrival.notify_all()
+
+    def receive_whole(self, kind: FrameKind, run: int, call: int) -> Any:
+        """As `Mailbox.receive_whole`."""
+        post, name = self._post, (kind, run, call)
+        with post.arrival:
+            is_whole = post.arrival.wait_for(
+                lambda: name in post.parts and post.parts[name].keys() == post.contributors[name], DEADLINE_S
+            )
+            assert is_whole, f"{name} never came"
+            post.unread[name] -= 1
+            parts = [decode_message(part) for _, part in sorted(post.parts[name].items())]
+        return type(parts[0]).merge(parts)
 
 
 def _batch(num_prompts: int) -> Samples:
@@ -194,7 +224,6 @@ def _walk(
             data.send_report()
     seen["metrics"] = data.receive_report().metrics
     seen["known"] = data.known()
-    seen["unread"] = [name for name in post.frames if name[0] == rank and name[1] != FrameKind.CALL_METRICS]
     return seen
 
 
@@ -259,6 +288,7 @@ def test_every_rank_receives_its_inputs_exactly_once(case: tuple[int, dict[str, 
         assert seen["metrics"] == {"seconds": float(world_size - 1)}
     assert max(post.rows.values(), default=1) == 1, "a datum was sent twice"
     assert not post.frames, f"sent and never received: {list(post.frames)}"
+    assert not any(post.unread.values()), f"not received by all: {post.unread}"
 
 
 def test_rewards_cover_all_samples_and_whole_batches_stay_on_one_rank() -> None:
