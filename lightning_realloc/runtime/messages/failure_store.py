@@ -63,7 +63,7 @@ class Published(NamedTuple):
 
 
 def read_published(store: Any) -> Published:
-    """Return what is published, from a connection to the store. Raises RuntimeError if it cannot be reached."""
+    """Return all failures and losses, from a connection to the store. Raises RuntimeError if it cannot be reached."""
     found = Published({}, set())
     if store.add(COUNT_KEY, 0):  # a question for a key that does not exist yet would wait for it
         for rank, kind, error in map(json.loads, store.get(_LIST_KEY).decode().splitlines()):

@@ -1,4 +1,4 @@
-"""Describe a stall from the states of all ranks: who waits, for whom, since when, and in which line. Pure."""
+"""Find and describe a stall by the states of all ranks: who waits, for whom, since when, and in which line. Pure."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 
+MAX_NAMED = 8
+"""Ranks that a message names."""
 WAITING_PACKAGES = ("lightning_realloc.runtime.messages", "lightning_realloc.runtime.transfer")
 """Packages of ours whose code blocks only to wait for other ranks."""
 
@@ -34,55 +36,78 @@ class RankState:
     """Whether its run has ended, so that it answers no further questions."""
 
 
-def describe_stall(rank: int, states: Mapping[int, RankState | None]) -> str | None:
-    """Return a message about a rank that waits; None if it does not wait.
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """The ranks that wait, and those that do not, as two questions to all ranks have shown."""
+
+    silent: tuple[int, ...]
+    """Ranks that answered neither question."""
+    working: tuple[tuple[int, RankState], ...]
+    """The first `MAX_NAMED` ranks that work."""
+    waiting: tuple[tuple[int, RankState], ...]
+    """The first `MAX_NAMED` ranks that wait."""
+    num_working: int
+    num_waiting: int
+    is_certain: bool
+    """Whether it cannot be a slow start: no rank that answers is in the first call of a name, or one has ended.
+
+    A silent rank may be loading, too: code that holds Python's lock for seconds keeps its thread from answering.
+    """
+
+    @classmethod
+    def find(cls, first: Mapping[int, RankState | None], second: Mapping[int, RankState | None]) -> Stall | None:
+        """Return the stall that the answers to two questions show; None if all ranks wait, but one has moved on.
+
+        A rank that answers one of two questions is not silent. Ranks that wait for each other by turns, as in a set-up
+        on a busy machine, are not stuck.
+
+        Args:
+            first: State of every rank; None for one that did not answer.
+            second: The same, later.
+        """
+        states = {rank: state or first[rank] for rank, state in second.items()}
+        known = [(rank, state) for rank, state in states.items() if state is not None]
+        waiting = [(rank, state) for rank, state in known if state.waits_for is not None]
+        working = [(rank, state) for rank, state in known if state.waits_for is None]
+        if len(waiting) == len(states) and any(_place(first[rank]) != _place(state) for rank, state in waiting):
+            return None
+        return cls(
+            silent=tuple(rank for rank, state in states.items() if state is None),
+            working=tuple(working[:MAX_NAMED]),
+            waiting=tuple(waiting[:MAX_NAMED]),
+            num_working=len(working),
+            num_waiting=len(waiting),
+            is_certain=any(state.has_ended for _, state in known) or all(state.usual_s for _, state in known),
+        )
+
+
+def describe_stall(rank: int, own: RankState, stall: Stall) -> str:
+    """Return a message about a rank that waits.
 
     Args:
         rank: This rank, whose call takes too long.
-        states: State of every rank; None for a rank that does not answer.
+        own: Its state.
+        stall: The ranks that wait, and those that do not.
     """
-    own = states[rank]
-    if own is None or own.waits_for is None:
-        return None
-    silent = [other for other, state in states.items() if state is None]
-    working = [(other, state) for other, state in states.items() if state is not None and state.waits_for is None]
     waited = f"rank {rank} has waited {own.seconds:.0f} s in {own.activity} ({own.place})"
-    culprits = [f"rank {other}, which does not answer: it is stopped, or its host is lost" for other in silent]
-    culprits += [f"rank {other}, which {_doing(state)}" for other, state in working]
+    culprits = [f"rank {one}, which does not answer: it is stopped, or its host is lost" for one in stall.silent]
+    culprits += [f"rank {one}, which {_doing(state)}" for one, state in stall.working]
     if culprits:
+        culprits = culprits[:MAX_NAMED] + _rest(len(stall.silent) + stall.num_working - MAX_NAMED)
         return f"{waited} for {'; and for '.join(culprits)}"
-    others = [f"rank {other} {_doing(state)}" for other, state in states.items() if state and other != rank]
+    others = [f"rank {one} {_doing(state)}" for one, state in stall.waiting if one != rank]
+    others += _rest(stall.num_waiting - 1 - len(others))
     return (
         f"{waited}, and all other ranks wait, too: {'; '.join(others)}. Ranks that wait for each other made different "
         f"collective calls: look for code that runs on some ranks only, such as `if trainer.is_global_zero`"
     )
 
 
-def confirm_stall(
-    first: Mapping[int, RankState | None], second: Mapping[int, RankState | None]
-) -> dict[int, RankState | None] | None:
-    """Return the states of a stall that two questions show; None if all ranks wait, but one of them has moved on.
-
-    A rank that answers one of two questions is not silent. Ranks that wait for each other by turns, as in a set-up on
-    a busy machine, are not stuck.
-    """
-    states = {rank: state or first[rank] for rank, state in second.items()}
-    if any(state is None or state.waits_for is None for state in states.values()):
-        return states
-    has_moved = any(_whereabouts(first[rank]) != _whereabouts(state) for rank, state in states.items())
-    return None if has_moved else states
+def _rest(number: int) -> list[str]:
+    return [f"{number} further ranks"] if number > 0 else []
 
 
-def is_certain(states: Mapping[int, RankState | None]) -> bool:
-    """Return whether a stall cannot be a slow start: no rank that answers is in the first call of a name, or one ended.
-
-    A silent rank may be loading, too: code that holds Python's lock for seconds keeps its thread from answering.
-    """
-    known = [state for state in states.values() if state is not None]
-    return any(state.has_ended for state in known) or all(state.usual_s for state in known)
-
-
-def _whereabouts(state: RankState | None) -> tuple[str, int] | None:
+def _place(state: RankState | None) -> tuple[str, int] | None:
     return None if state is None else (state.activity, state.stack)
 
 

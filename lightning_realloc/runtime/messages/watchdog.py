@@ -1,9 +1,8 @@
 """Name the rank that others wait for: each rank's thread compares its current call with the longest one so far.
 
-A rank whose call takes much longer asks all ranks for their state through the store of the process group. Every rank's
-thread answers, even if the thread that trains is blocked in a collective. The rank then logs one message: the ranks
-that wait, the ranks that do not, since when, and in which line of code. A late rank writes its stacks to its flight
-record.
+A rank whose call takes much longer asks all ranks for their state; see `state_board`. It then logs one message: the
+ranks that wait, the ranks that do not, since when, and in which line of code. A late rank writes its stacks to its
+flight record.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -26,29 +25,27 @@ from torch._C._distributed_c10d import TCPStore
 
 from lightning_realloc.errors import RankLost
 from lightning_realloc.runtime.messages.failure_store import (
-    COUNT_KEY,
     STORE_LOST,
     PeerFailures,
     group_store,
     is_broken_connection,
     publish_loss,
+    read_published,
 )
 from lightning_realloc.runtime.messages.flight_record import Activity, FlightRecord
 from lightning_realloc.runtime.messages.kept_states import keep_state
-from lightning_realloc.runtime.messages.plain_data import decode_value, encode_value
 from lightning_realloc.runtime.messages.stalls import (
     WAITING_PACKAGES,
     RankState,
     checksum_of,
-    confirm_stall,
     describe_stall,
     handles_error,
     in_activity,
-    is_certain,
     is_in_torch_distributed,
     module_of,
     place_of,
 )
+from lightning_realloc.runtime.messages.state_board import ANSWER_S, StateBoard
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +61,6 @@ STALL_EXIT_CODE = 124
 """Exit code of a process that ended because of a stall, as of the command ``timeout``."""
 POLL_S = 1.0
 """Seconds between two checks of this rank's call and of questions of other ranks."""
-ANSWER_S = 5.0
-"""Seconds that a rank waits for the states of others. They answer within `POLL_S` unless their process is stopped."""
-
-_ASKED = "watchdog/asked"
 
 
 class _StoreSilentError(Exception):
@@ -103,7 +96,7 @@ class Watchdog:
         self._rank, self._world_size = rank, world_size
         self._timeout_s, self._action, self._folder, self._before_end = timeout_s, action, folder, before_end
         self._watched = threading.get_ident()
-        self._store: Any = None
+        self._board: StateBoard | None = None
         self._store_thread: threading.Thread | None = None
         """Thread of the latest operations on the store."""
         self._store_lock = threading.Lock()
@@ -125,11 +118,11 @@ class Watchdog:
         """Start watching the thread that calls this. Needs the process group."""
         self.record.start_run()
         self._watched = threading.get_ident()
-        self._store, self._host_state, self.store_is_lost = None, None, False  # of an earlier process group
+        self._board, self._host_state, self.store_is_lost = None, None, False  # of an earlier process group
         self._peers = PeerFailures(self._rank)
         self._stopped.clear()
         with suppress(_StoreSilentError):  # the thread tries again, and reports it when this rank is late
-            self._reach_store(lambda: None)
+            self._reach_store(lambda board: None)
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 
@@ -141,7 +134,9 @@ class Watchdog:
         self._thread.join(2 * ANSWER_S)
         self._thread = None
         with suppress(_StoreSilentError):
-            self._reach_store(lambda: self._publish(self._state(self._answered, looks_at_code=False), has_ended=True))
+            self._reach_store(
+                lambda board: self._publish(board, self._state(self._answered, looks_at_code=False), has_ended=True)
+            )
 
     def explain(self, error: BaseException) -> None:
         """Add a note with the lost ranks to an error that is a broken connection of unknown cause."""
@@ -158,19 +153,16 @@ class Watchdog:
             known: Ranks whose process is known to have ended; () asks all ranks, which takes `ANSWER_S`.
         """
         try:
-            return self._reach_store(lambda: self._name_lost(known))
+            return self._reach_store(lambda board: self._name_lost(board, known), patience_s=4 * ANSWER_S)
         except _StoreSilentError:
             host = "" if self._host_state is None else f"; rank 0 was last seen{in_activity(self._host_state)}"
             return f"{STORE_LOST}{host}"
 
-    def _name_lost(self, known: Collection[int]) -> str:
-        lost = sorted(known) or [rank for rank, state in self._ask().items() if state is None]
+    def _name_lost(self, board: StateBoard, known: Collection[int]) -> str:
+        lost = sorted(known) or sorted(read_published(board.store).lost) or board.find_silent()
         for rank in lost:
             publish_loss(rank)
-        return "; ".join(f"rank {rank} was lost{in_activity(self._last_state(rank))}" for rank in lost)
-
-    def _last_state(self, rank: int) -> RankState | None:
-        return _decoded(self._store.get(_key(rank))) if self._store.check([_key(rank)]) else None
+        return "; ".join(f"rank {rank} was lost{in_activity(board.last_state(rank))}" for rank in lost)
 
     def _run(self) -> None:
         while not self._stopped.wait(POLL_S):
@@ -190,7 +182,7 @@ class Watchdog:
         if (message := self._peers.describe_vain_wait(own, time.monotonic())) is not None:
             log.error("%s", message)
             if self._action == "end":
-                self._end([self._rank])
+                self._end(self._rank)
 
     def _late_activity(self) -> Activity | None:
         """Return the current call if it takes too long."""
@@ -209,28 +201,29 @@ class Watchdog:
         own = self._state(0)
         if own.waits_for is None or self.store_is_lost:  # then the wait itself ends
             return
-        states: Mapping[int, RankState | None] = {self._rank: own}
+        is_certain, first_waiting = bool(own.usual_s), self._rank
         try:
-            confirmed = confirm_stall(self._ask_twice_if_silent(), self._reach_store(self._ask))
-            if confirmed is None:
+            stall = self._reach_store(StateBoard.find_stall, patience_s=6 * ANSWER_S)
+            if stall is None:
                 return
-            states, message = confirmed, describe_stall(self._rank, confirmed)
+            is_certain, first_waiting = stall.is_certain, min((rank for rank, _ in stall.waiting), default=self._rank)
+            message = describe_stall(self._rank, own, stall)
         except _StoreSilentError:
             message = (
                 f"rank {self._rank} has waited {own.seconds:.0f} s in {own.activity} ({own.place}), and the store of "
                 f"the process group does not answer: the process that hosts it, mostly rank 0, is stopped or lost"
             )
-        if message is None or self.record.current()[0] is not late:  # it has moved on while others answered
+        if self.record.current()[0] is not late:  # it has moved on while others answered
             return
         log.warning("%s", message)
-        if self._action == "end" and (is_certain(states) or own.seconds > FIRST_CALL_S):
-            self._end([rank for rank, state in states.items() if state is not None and state.waits_for is not None])
+        if self._action == "end" and (is_certain or own.seconds > FIRST_CALL_S):
+            self._end(first_waiting)
 
-    def _end(self, waiting: Sequence[int]) -> None:
-        """End the process; ``waiting`` are the ranks that wait, of which the first says how to resume."""
+    def _end(self, first_waiting: int) -> None:
+        """End the process; the first rank that waits says how to resume."""
         file = write_flight_record(self.record, self._folder, self._rank)
         log.error("rank %d ends because of on_stall='end'; its latest activities are in %s", self._rank, file)
-        if self._rank == min(waiting, default=self._rank):  # [] if it did not seem to wait in its last answer
+        if self._rank == first_waiting:
             last_words = threading.Thread(target=self._before_end, daemon=True)  # may wait for an object store
             last_words.start()
             last_words.join(ANSWER_S)
@@ -238,7 +231,7 @@ class Watchdog:
         os._exit(STALL_EXIT_CODE)
 
     # ---- questions and answers through the store
-    def _reach_store(self, action: Callable[[], T]) -> T:
+    def _reach_store(self, action: Callable[[StateBoard], T], *, patience_s: float | None = None) -> T:
         """Run operations on the store in a thread of their own: the store of a stopped process never answers.
 
         The first ones also connect to it.
@@ -249,13 +242,11 @@ class Watchdog:
         results: list[T] = []
 
         def run() -> None:
-            store = self._store
+            board = self._board
             try:
-                if store is None:
-                    self._introduce()
-                results.append(action())
+                results.append(action(board or self._introduce()))
             except dist.DistNetworkError:
-                if store is not None and store is self._store:  # not one of an earlier process group
+                if board is not None and board is self._board:  # not one of an earlier process group
                     self.store_is_lost = True
             except RuntimeError:
                 pass  # it did not answer in time
@@ -266,58 +257,37 @@ class Watchdog:
             if self._store_thread is None or not self._store_thread.is_alive():
                 self._store_thread = threading.Thread(target=run, name="watchdog's store", daemon=True)
                 self._store_thread.start()
-                self._store_thread.join(2 * ANSWER_S)
+                self._store_thread.join(patience_s or 2 * ANSWER_S)
         if not results:
             raise _StoreSilentError
         return results[0]
 
-    def _introduce(self) -> None:
+    def _introduce(self) -> StateBoard:
         """Connect to the store, and publish this rank's state for ranks that ask before it answers."""
-        self._store = _connect()
-        self._answered = self._store.add(_ASKED, 0)
-        self._publish(self._state(self._answered, looks_at_code=False))
-        self._store.compare_set(_key(0), "", "")  # `_answer` reads these keys, for which a store would wait
-        self._store.add(COUNT_KEY, 0)
+        board = StateBoard(_connect(), self._rank, self._world_size, lambda: self._answer(board))
+        self._answered = board.join()
+        self._board = board
+        self._publish(board, self._state(self._answered, looks_at_code=False))
+        return board
 
-    def _ask(self) -> dict[int, RankState | None]:
-        """Return the state of every rank; None for one that does not answer in time."""
-        question = self._store.add(_ASKED, 1)
-        self._answer()
-        states: dict[int, RankState | None] = dict.fromkeys(range(self._world_size))
-        give_up_at = time.monotonic() + ANSWER_S
-        while None in states.values() and time.monotonic() < give_up_at:
-            for rank in (rank for rank, state in states.items() if state is None):
-                state = self._last_state(rank)
-                states[rank] = state if state and (state.answers >= question or state.has_ended) else None
-            time.sleep(0.05)
-        return states
-
-    def _ask_twice_if_silent(self) -> dict[int, RankState | None]:
-        """Return as `_ask`. A store that is silent once, as on a busy host, is asked again."""
-        with suppress(_StoreSilentError):
-            return self._reach_store(self._ask)
-        return self._reach_store(self._ask)
-
-    def _answer(self) -> None:
+    def _answer(self, board: StateBoard) -> None:
         """Publish this rank's state if a rank asked for it, or it has changed.
 
-        A rank that works when it is asked also writes its flight record. The store serves all ranks every second, so it
-        is read in one round trip.
+        A rank that works when it is asked also writes its flight record.
         """
-        question, host, failures = self._store.multi_get([_ASKED, _key(0), COUNT_KEY])
-        asked, self._host_state = int(question), _decoded(host)
-        self._peers.read(self._store, int(failures))
+        asked, self._host_state, failures = board.read_news()
+        self._peers.read(board.store, failures)
         is_asked = asked > self._answered
         state = self._state(asked, looks_at_code=is_asked)
         if is_asked or state.activity != self._published:
-            self._publish(state)
+            self._publish(board, state)
         if is_asked and state.waits_for is None:
             write_flight_record(self.record, self._folder, self._rank)
         self._answered, self._published = asked, state.activity
 
-    def _publish(self, state: RankState, *, has_ended: bool = False) -> None:
+    def _publish(self, board: StateBoard, state: RankState, *, has_ended: bool = False) -> None:
         keep_state(self._rank, state)
-        self._store.set(_key(self._rank), encode_value(replace(state, has_ended=has_ended)))
+        board.publish(replace(state, has_ended=has_ended))
 
     def _is_in_collective(self) -> bool:
         """Return whether the watched thread, or one of autograd's, waits in torch's collectives or our transfers."""
@@ -368,13 +338,3 @@ def _connect() -> Any:
     return TCPStore(
         store.host, store.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=ANSWER_S)
     )
-
-
-def _key(rank: int) -> str:
-    return f"watchdog/state/{rank}"
-
-
-def _decoded(content: bytes) -> RankState | None:
-    """Return a published state; None for the empty one of a rank that has published none yet."""
-    state: RankState | None = decode_value(content) if content else None
-    return state
