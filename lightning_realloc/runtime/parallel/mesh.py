@@ -78,6 +78,13 @@ class MeshRegistry:
         existing[_HOST] = dist.new_group(backend="gloo")
         return existing[_HOST]
 
+    @property
+    def host_group(self) -> dist.ProcessGroup:
+        """The latest host group; only with several ranks, after `new_host_group`."""
+        group = _common_groups()[_HOST]
+        assert group is not None, "every rank is in it"
+        return group
+
     def is_host_group(self, group: dist.ProcessGroup | None) -> bool:
         """Return whether ``group`` is the latest host group, and so still usable. Collective."""
         return group is None or _common_groups().get(_HOST) is group

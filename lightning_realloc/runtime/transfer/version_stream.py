@@ -38,8 +38,8 @@ class VersionSender:
         plan: Transfers of this rank, all of them from source tensors: planned for a single node.
         source: Parameter name -> this rank's local tensor, whose storage stays the same.
         dtype: Dtype of the pieces on their way.
-        group: All ranks, over gloo, used by streams only.
-        tag: Number that no other stream of the group has.
+        group: All ranks, over gloo.
+        tag: Number that no other messages of the group have.
         verify_weights: Elements of each piece whose checksum goes with it.
     """
 
@@ -117,7 +117,7 @@ class VersionReceiver:
         plan: Transfers of this rank, all of them from source tensors: planned for a single node.
         target: Parameter name -> this rank's local tensor, whose storage stays the same.
         dtype: Dtype of the pieces on their way.
-        group: All ranks, over gloo, used by streams only.
+        group: All ranks, over gloo.
         tag: The sender's.
         verify_weights: The sender's.
         role: Name of the weights in errors.

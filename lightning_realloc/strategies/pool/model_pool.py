@@ -306,7 +306,7 @@ class ModelPool:
             stream.catch_up()
         else:
             reports.append(self._fill(call, str(chosen.role)))
-            self.streams.open(call, self.home(own.role), own)
+            self.streams.open(call, self.home(own.role), own, self.meshes)
         report = added_reports(reports)
         if report is not None:
             self._reports[call] = report

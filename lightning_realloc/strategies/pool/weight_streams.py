@@ -14,10 +14,14 @@ from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.realloc.planner import plan_reallocation
 from lightning_realloc.runtime.messages.failure_store import await_watching
+from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.shards import local_tensors, reshard
 from lightning_realloc.runtime.transfer.version_stream import VersionReceiver, VersionSender
 from lightning_realloc.strategies.pool.pool_options import PoolOptions
 from lightning_realloc.strategies.pool.replica import Replica
+
+_FIRST_TAG = 1 << 28
+"""Tag of the first stream: the host group's lower ones belong to the mailbox and to messages of generations."""
 
 
 class ReplicaStream:
@@ -27,7 +31,7 @@ class ReplicaStream:
         target: The replica, which holds the same weights now, filled by its own `WeightCopy`.
         version: Version of these weights: iterations of training.
         group: All ranks, over gloo.
-        tag: Even number that no other stream of the group has.
+        tag: Number that no other stream of the group, and no message of a mailbox, has.
     """
 
     def __init__(
@@ -119,7 +123,6 @@ class WeightStreams:
 
     def __init__(self, options: PoolOptions) -> None:
         self._options = options
-        self._group: dist.ProcessGroup | None = None
         self._calls: tuple[str, ...] = ()
         """Generating calls whose replicas may be filled in the background."""
         self._open: dict[str, ReplicaStream] = {}
@@ -135,9 +138,7 @@ class WeightStreams:
             plan: Their layouts; None: fill no replica so.
             frees_copies: Whether replicas leave memory between their calls.
         """
-        if self._open:
-            self._open, self._group = {}, None
-        self._calls = ()
+        self._open, self._calls = {}, ()
         if plan is None:
             return
         for call in (call for call in dataflow.model_calls if call.kind == "generate"):
@@ -157,12 +158,11 @@ class WeightStreams:
         """Return the open stream of a call, None without one."""
         return self._open.get(call)
 
-    def open(self, call: str, home: Replica, target: Replica) -> None:
-        """Begin the stream of a call that is allowed to have one; ``target`` holds ``version`` now. Collective."""
+    def open(self, call: str, home: Replica, target: Replica, meshes: MeshRegistry) -> None:
+        """Begin the stream of a call that is allowed to have one; ``target`` holds ``version`` now."""
         if call in self._calls and call not in self._open:
-            self._group = self._group or dist.new_group(backend="gloo")
-            tag = 2 * self._calls.index(call)
-            self._open[call] = ReplicaStream(home, target, self.version, self._options, self._group, tag)
+            tag = _FIRST_TAG + self._calls.index(call)
+            self._open[call] = ReplicaStream(home, target, self.version, self._options, meshes.host_group, tag)
 
     def push(self, role: str) -> None:
         """Send the weights of a role that was just trained, as the next version. Every rank calls it."""
