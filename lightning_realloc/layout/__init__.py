@@ -3,7 +3,7 @@
 Pure: uses the standard library only. Start with `Layout` and `ModelLayout`.
 """
 
-from lightning_realloc.layout.cluster import PRESETS, ClusterSpec
+from lightning_realloc.layout.cluster import PRESETS, ClusterSpec, NodeLink
 from lightning_realloc.layout.cuts import (
     Cut,
     ExpertCut,
@@ -34,6 +34,7 @@ __all__ = [
     "LocalShard",
     "ModelLayout",
     "ModelSpec",
+    "NodeLink",
     "ParallelDims",
     "ParamSpec",
     "Piece",

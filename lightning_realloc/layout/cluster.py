@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -16,9 +17,22 @@ from lightning_realloc.errors import LayoutError
 GIB = 2**30
 
 
+@dataclass(frozen=True, slots=True)
+class NodeLink:
+    """Link between two nodes, in the slower direction."""
+
+    first: int
+    """The node with the lower number."""
+    second: int
+    bytes_per_s: float
+    """Bandwidth from one device to the other node while all devices of its node send."""
+    latency_s: float
+    """Latency of one message."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """A cluster of equal nodes with equal devices.
+    """A cluster of equal nodes with equal devices; links between nodes may differ.
 
     Rank r is device ``r % devices_per_node`` of node ``r // devices_per_node``.
 
@@ -44,10 +58,13 @@ class ClusterSpec:
     """Latency of one message inside a node, in seconds."""
     inter_node_latency_s: float = 20e-6
     """Latency of one message between nodes, in seconds."""
+    node_links: tuple[NodeLink, ...] = ()
+    """Pairs of nodes whose link is slower than ``inter_node_bytes_per_s`` and ``inter_node_latency_s``, as measured.
+    Those of nodes that the cluster lacks do not count."""
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
-            if getattr(self, name) <= 0:
+            if name != "node_links" and getattr(self, name) <= 0:
                 raise LayoutError(
                     f"{name}={getattr(self, name)} of a cluster must be positive; give a measured or nominal value"
                 )
@@ -71,6 +88,10 @@ class ClusterSpec:
                 f"use ranks 0-{self.num_devices - 1} or describe more nodes"
             )
         return rank // self.devices_per_node
+
+    def slow_links(self, nodes: Collection[int]) -> list[NodeLink]:
+        """Return the slow links among some nodes."""
+        return [link for link in self.node_links if link.first in nodes and link.second in nodes]
 
     @classmethod
     def parse(cls, text: str) -> ClusterSpec:

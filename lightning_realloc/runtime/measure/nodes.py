@@ -85,11 +85,17 @@ def warn_of_other_processes(device: torch.device) -> None:
         )
 
 
-def check_nodes(ranks_per_node: int) -> None:
-    """Raise ConfigError on every rank if `find_problem` finds one. Collective over all ranks."""
-    problem = find_problem(gather_objects(RankHost.of_this_process()), ranks_per_node)
+def check_nodes(ranks_per_node: int) -> list[str]:
+    """Return the name of the host of each node. Collective over all ranks.
+
+    Raises:
+        ConfigError: on every rank if `find_problem` finds one.
+    """
+    places = gather_objects(RankHost.of_this_process())
+    problem = find_problem(places, ranks_per_node)
     if problem is not None:
         raise ConfigError(problem)
+    return [place.host_name for place in places[::ranks_per_node]]
 
 
 def find_problem(places: Sequence[RankHost], ranks_per_node: int) -> str | None:

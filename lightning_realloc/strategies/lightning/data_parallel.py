@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from lightning_realloc.generation.core.capabilities import CAPABILITIES
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.parent_watch import end_with_parent, say_before_orphaned_end
 from lightning_realloc.runtime.measure.allocators import expand_cuda_segments, keep_freed_memory
+from lightning_realloc.runtime.measure.link_table import LinkTable
 from lightning_realloc.runtime.measure.links import describe_links, measure_links
 from lightning_realloc.runtime.measure.nodes import check_nodes, describe_cluster, warn_of_other_processes
 from lightning_realloc.runtime.messages.failure_store import explain_broken_connection, publish_start
@@ -81,6 +82,8 @@ class DataParallelStrategy(CheckpointedStrategy):
         self._sync_blocked = False
         self.stop = StopRequest()
         """Request to end the run, set by SIGTERM, Ctrl-C and Slurm's signal."""
+        self.links: LinkTable | None = None
+        """Links between the nodes as measured at the start; None if they were not."""
 
     @abstractmethod  # so that LightningCLI does not offer this class; Lightning's own setup would wipe weights
     def setup(self, trainer: Trainer) -> None:
@@ -181,10 +184,13 @@ class DataParallelStrategy(CheckpointedStrategy):
 
     def _find_nodes(self) -> None:
         """Check which ranks share a node, and measure links between nodes unless the cluster was given. Collective."""
-        check_nodes(self.num_processes)
+        hosts = check_nodes(self.num_processes)
         if self.num_nodes > 1 and self._cluster is None:
-            self._cluster = measure_links(self.cluster, self.root_device)
-            rank_zero_info(describe_links(self._cluster))
+            self._cluster, self.links = measure_links(self.cluster, self.root_device, hosts)
+            assert self.links is not None, "there are several nodes"
+            rank_zero_info(f"{describe_links(self._cluster)}; {self.links.describe()}")
+            for line in self.links.warnings():
+                rank_zero_warn(line)
 
     def on_train_start(self) -> None:
         """Begin a new epoch if the run resumes after the last batch of one; ``max_steps`` would count an empty one."""

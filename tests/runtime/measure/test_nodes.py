@@ -83,7 +83,7 @@ def test_all_ranks_raise_the_same_error(workers: WorkerPool) -> None:
 
 def measured_rates() -> tuple[float, float, float, float]:
     cluster = ClusterSpec.parse("cpu:2x2")
-    measured = measure_links(cluster, torch.device("cpu"))
+    measured, _ = measure_links(cluster, torch.device("cpu"), ["a", "b"])
     return (
         measured.inter_node_bytes_per_s, measured.inter_node_latency_s, measured.intra_node_bytes_per_s,
         measured.intra_node_latency_s,
@@ -108,7 +108,9 @@ def test_a_cluster_of_one_device_per_node_keeps_its_nominal_links_inside(workers
 
 
 def measured_two_nodes() -> ClusterSpec:
-    return measure_links(ClusterSpec.parse("cpu:2x1"), torch.device("cpu"))
+    measured, table = measure_links(ClusterSpec.parse("cpu:2x1"), torch.device("cpu"), ["a", "b"])
+    assert table is not None and set(table.links) == {(0, 1), (1, 0)}
+    return measured
 
 
 @pytest.mark.parametrize(("free", "reserved", "is_filled"), [(79, 0, False), (60, 15, False), (40, 10, True)])
