@@ -69,6 +69,10 @@ class ClusterSpec:
                     f"{name}={getattr(self, name)} of a cluster must be positive; give a measured or nominal value"
                 )
 
+        for link in self.node_links:
+            if not 0 <= link.first < link.second or min(link.bytes_per_s, link.latency_s) <= 0:
+                raise LayoutError(f"{link} must have its lower node first, and positive rates; give measured values")
+
     @property
     def num_devices(self) -> int:
         """Number of devices of the cluster; one rank per device."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_realloc.errors import LayoutError
-from lightning_realloc.layout import PRESETS, ClusterSpec
+from lightning_realloc.layout import PRESETS, ClusterSpec, NodeLink
 from lightning_realloc.layout.cluster import data_sheet_of
 
 
@@ -51,3 +51,14 @@ def test_a_rank_outside_the_cluster_is_refused() -> None:
 def test_a_cluster_without_memory_is_refused() -> None:
     with pytest.raises(LayoutError, match=r"device_memory_bytes=0 .* positive"):
         replace(PRESETS["cpu"], device_memory_bytes=0)
+
+
+def test_slow_links_are_those_among_the_nodes() -> None:
+    links = NodeLink(0, 1, 1e9, 1e-4), NodeLink(1, 3, 1e8, 1e-4)
+    cluster = replace(ClusterSpec.parse("h100:4x8"), node_links=links)
+    assert cluster.slow_links((0, 1, 2)) == [links[0]]
+    assert cluster.slow_links((0, 2, 3)) == []
+    assert replace(cluster, num_nodes=1).slow_links((0,)) == []
+    for wrong in (NodeLink(1, 0, 1e9, 1e-4), NodeLink(0, 1, 0.0, 1e-4), NodeLink(2, 2, 1e9, 1e-4)):
+        with pytest.raises(LayoutError, match="must have its lower node first, and positive rates"):
+            replace(cluster, node_links=(wrong,))

@@ -326,7 +326,7 @@ class CallCost:
         """
         shape, element, tp = self.kernels.shape, self.kernels.element_bytes, self.place.tp
         cp, rows = self.place.cp, shape.row_shares(self.dims)
-        by_head = Group(cp.size // rows, -(-cp.nodes // rows))
+        by_head = Group(cp.size // rows, -(-cp.nodes // rows), cp.link)
         hidden = tokens * shape.hidden * element
         seconds = 2 * self.links.all_reduce(hidden, tp)
         seconds += self.links.all_to_all(2 * tokens * shape.queries(tp.size) * element, by_head)
@@ -350,7 +350,7 @@ class CallCost:
         if self.dims.pp == 1:
             return 0.0
         size = tokens * self.kernels.shape.hidden * self.kernels.element_bytes
-        return self.links.send(size, within_node=self.place.stages_share_node)
+        return self.links.send(size, self.place.stages)
 
     def _exposed_gather(self, overlapped: Pass) -> float:
         """Return the time of FSDP's gather of a stage that the pass does not hide; the first block is never hidden."""
@@ -382,7 +382,7 @@ class CallCost:
         if self.num_tied == 0:
             return CallSeconds()
         size = self.num_tied * self.settings.master_bytes
-        return CallSeconds(pipeline=self.links.send(size, within_node=self.place.stages_share_node))
+        return CallSeconds(pipeline=self.links.send(size, self.place.stages))
 
     def _exposed(self, communication: float, overlapped: Pass) -> float:
         if not self.links.efficiency.hides_communication:

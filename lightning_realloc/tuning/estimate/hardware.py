@@ -14,6 +14,13 @@ from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
 
 
+class LinkRates(NamedTuple):
+    """Rates of a link between nodes that is slower than the cluster's usual one."""
+
+    bytes_per_s: float
+    latency_s: float
+
+
 class Group(NamedTuple):
     """Ranks of one collective operation."""
 
@@ -21,6 +28,8 @@ class Group(NamedTuple):
     """Number of ranks."""
     nodes: int
     """Number of nodes that the ranks are spread over evenly."""
+    link: LinkRates | None = None
+    """The slowest link between these nodes; None: the cluster's usual one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +180,7 @@ class Links:
     """Times of communication between ranks, in seconds.
 
     A group on several nodes communicates inside nodes and between nodes at the same time, each rank through its own
-    network adapter; the slower of the two counts.
+    network adapter; the slower of the two counts. A ring is as fast as the slowest link between two of its nodes.
     """
 
     cluster: ClusterSpec
@@ -187,7 +196,7 @@ class Links:
             return 0.0
         local = group.size / group.nodes
         inside = num_bytes * (local - 1) / local / self._inside
-        between = num_bytes * (group.nodes - 1) / group.nodes / local / self._between
+        between = num_bytes * (group.nodes - 1) / group.nodes / local / self._between(group.link)
         return max(inside, between) + self._hops(group)
 
     def all_to_all(self, num_bytes: float, group: Group) -> float:
@@ -196,29 +205,31 @@ class Links:
             return 0.0
         local = group.size / group.nodes
         inside = num_bytes * (local - 1) / group.size / self._inside
-        between = num_bytes * (group.size - local) / group.size / self._between
+        between = num_bytes * (group.size - local) / group.size / self._between(group.link)
         return max(inside, between) + self._hops(group)
 
     def all_reduce(self, num_bytes: float, group: Group) -> float:
         """Return the time of an all-reduce, as a reduce-scatter and an all-gather."""
         return 2 * self.gather(num_bytes, group)
 
-    def send(self, num_bytes: float, *, within_node: bool) -> float:
-        """Return the time of a message from one rank to another."""
-        if within_node:
+    def send(self, num_bytes: float, group: Group) -> float:
+        """Return the time of a message from one rank of a group to another, on another node if it has several."""
+        if group.nodes == 1:
             return num_bytes / self._inside + self.cluster.intra_node_latency_s
-        return num_bytes / self._between + self.cluster.inter_node_latency_s
+        return num_bytes / self._between(group.link) + self._latency_s(group.link)
 
     @property
     def _inside(self) -> float:
         return self.efficiency.link_share * self.cluster.intra_node_bytes_per_s
 
-    @property
-    def _between(self) -> float:
-        return self.efficiency.link_share * self.cluster.inter_node_bytes_per_s
+    def _between(self, link: LinkRates | None) -> float:
+        return self.efficiency.link_share * (self.cluster.inter_node_bytes_per_s if link is None else link.bytes_per_s)
+
+    def _latency_s(self, link: LinkRates | None) -> float:
+        return self.cluster.inter_node_latency_s if link is None else link.latency_s
 
     def _hops(self, group: Group) -> float:
         """Return the latency of a tree, which small messages use; for large ones it is negligible."""
         inside = math.ceil(math.log2(group.size / group.nodes)) if group.size > group.nodes else 0
         between = math.ceil(math.log2(group.nodes)) if group.nodes > 1 else 0
-        return inside * self.cluster.intra_node_latency_s + between * self.cluster.inter_node_latency_s
+        return inside * self.cluster.intra_node_latency_s + between * self._latency_s(group.link)

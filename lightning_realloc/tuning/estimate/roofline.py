@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, lru_cache, partial
 
+import numpy as np
+
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.errors import PlanError
@@ -17,8 +19,8 @@ from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.tuning.estimate.cost import CallCost, Tokens
 from lightning_realloc.tuning.estimate.estimator import CallSeconds
-from lightning_realloc.tuning.estimate.group_placement import Placement
-from lightning_realloc.tuning.estimate.hardware import Device, Efficiency, Links
+from lightning_realloc.tuning.estimate.group_placement import Placement, slowest_link
+from lightning_realloc.tuning.estimate.hardware import Device, Efficiency, Group, LinkRates, Links
 from lightning_realloc.tuning.estimate.kernels import Kernels, TowerKernels
 from lightning_realloc.tuning.memory.call_shape import CallShape
 from lightning_realloc.tuning.memory.memory_model import MemoryModel
@@ -166,7 +168,7 @@ class RooflineEstimator:
         """Return the seconds to move a role's weights from their home to another layout; 0 between equal layouts.
 
         The slowest of these counts: receiving on the rank that lacks most, sending on the busiest ranks, network
-        traffic into and out of nodes, and writing the target.
+        traffic into and out of nodes, which is as fast as the slowest link between them, and writing the target.
         """
         return 0.0 if source == target else self._move(role, source, target)
 
@@ -176,12 +178,19 @@ class RooflineEstimator:
         written = device.stream(moved.needed * (self.settings.master_bytes + size))
         if moved.total_received == 0:
             return written
+        between = Group(2, 1 if moved.total_between == 0 else 2, self._link_between(source, target))
         slowest = max(
             written,
-            links.send(size * max(moved.received, moved.sent_inside), within_node=True),
-            links.send(size * max(moved.received_between, moved.sent_between), within_node=moved.total_between == 0),
+            links.send(size * max(moved.received, moved.sent_inside), Group(2, nodes=1)),
+            links.send(size * max(moved.received_between, moved.sent_between), between),
         )
         return slowest + self.efficiency.call_s
+
+    def _link_between(self, source: Layout, target: Layout) -> LinkRates | None:
+        """Return the slowest link from a node of one layout to a node of the other; None: the usual one."""
+        before, after = ({self.cluster.node_of(rank) for rank in one.ranks} for one in (source, target))
+        pairs = np.array([(one, other) for one in before for other in after])
+        return slowest_link(pairs, self.cluster) if self.cluster.node_links else None
 
     def offload_seconds(self, num_bytes: float) -> float:
         """Return the seconds in which a rank copies this many bytes back from its host."""

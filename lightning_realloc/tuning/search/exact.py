@@ -126,7 +126,8 @@ class BranchAndBound:
             self._state[i] = None
             is_home = home is not None and home.layout == by_option[option].layout and not option.is_copied
             kept = 0 if is_home else option.resident_bytes
-            return option.seconds, move, option.active_bytes, kept + option.further_bytes
+            seconds = problem.call_seconds(i, by_option[option])
+            return seconds, move, option.active_bytes, kept + option.further_bytes
 
         return [by_option[option] for option in undominated(by_option, values)]
 

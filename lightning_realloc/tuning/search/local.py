@@ -17,7 +17,7 @@ from typing import NamedTuple
 from lightning_realloc.tuning.search.exact import offload_sets
 from lightning_realloc.tuning.search.options import Option, PlacedOption, undominated
 from lightning_realloc.tuning.search.problem import Problem, Score
-from lightning_realloc.tuning.search.space import RankSet, node_counts, node_run, parts
+from lightning_realloc.tuning.search.space import RankSet, node_counts, node_order, node_run, parts
 
 START_TEMPERATURE = 0.02
 """Temperature at the start of a round, as a fraction of an iteration's seconds. A larger one accepts worse plans."""
@@ -32,8 +32,8 @@ SHORTLIST_OPTIONS = 8
 MAX_POLISH_TRIALS = 120
 """Most choices that a polish tries for one call."""
 MAX_DEVICES_WITH_ALL_PARTS = 32
-"""Largest cluster on which the parts of all nodes are tried; on others only those of the first node, since nodes are
-equal."""
+"""Largest cluster on which the parts of all nodes are tried. On others only those of the first node, since nodes are
+equal; where links differ, also those of the node with the slowest ones."""
 
 
 class Improvement(NamedTuple):
@@ -106,11 +106,15 @@ class LocalSearch:
         self._problem, self._rng, self._progress = problem, rng, progress
         cluster = problem.cluster
         self._counts = node_counts(cluster)
+        self._order = node_order(cluster)
+        """Nodes, so that runs of them have fast links."""
+        self._positions = {node: position for position, node in enumerate(self._order)}
         self._runs: dict[tuple[int, int], RankSet] = {}
+        ends = {self._order[0], self._order[-1]} if cluster.node_links else {0}
         self._parts = [
             part
             for part in parts(cluster)
-            if cluster.num_devices <= MAX_DEVICES_WITH_ALL_PARTS or part.ranks[-1] < cluster.devices_per_node
+            if cluster.num_devices <= MAX_DEVICES_WITH_ALL_PARTS or part.ranks[0] // cluster.devices_per_node in ends
         ]
         self._short: dict[tuple[int, int], list[Option]] = {}
         self._offload_sets = offload_sets(problem)
@@ -338,15 +342,18 @@ class LocalSearch:
 
     def _run(self, first: int, count: int) -> RankSet:
         if (first, count) not in self._runs:
-            self._runs[first, count] = node_run(self._problem.cluster, first, count)
+            self._runs[first, count] = node_run(self._problem.cluster, first, count, self._order)
         return self._runs[first, count]
 
     def _ends(self, ranks: RankSet) -> tuple[int, ...]:
-        """Return the first node of a run of whole nodes, and the node after it; () for a part of a node."""
+        """Return the first position of a run of whole nodes, and the one after it; () for a part of a node."""
         devices = self._problem.cluster.devices_per_node
         if ranks.size % devices:
             return ()
-        return ranks.ranks[0] // devices, ranks.ranks[-1] // devices + 1
+        if not self._problem.cluster.node_links:
+            return ranks.ranks[0] // devices, ranks.ranks[-1] // devices + 1
+        positions = [self._positions[rank // devices] for rank in ranks.ranks[::devices]]
+        return min(positions), max(positions) + 1
 
     def _shortlist(self, i: int, size: int) -> list[Option]:
         """Return the fastest option on this many ranks, and some that are slower but need less memory."""

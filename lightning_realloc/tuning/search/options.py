@@ -16,7 +16,7 @@ from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.tuning.estimate.estimator import CallSeconds, Estimator
-from lightning_realloc.tuning.search.space import CallOptions, RankSet, call_dims, interleaved, sizes
+from lightning_realloc.tuning.search.space import CallOptions, RankSet, best_linked_ranks, call_dims, interleaved, sizes
 
 MIN_INTERLEAVING_GAIN = 0.05
 """Least fraction of a training call's seconds that another run of blocks per stage has to save. Raising it makes
@@ -97,9 +97,9 @@ class Option(NamedTuple):
 
     dims: ParallelDims
     plan: CallPlan
-    """Plan on the first ranks of the cluster; only its options are used."""
+    """Plan on the ranks with the fastest links; only its options are used."""
     seconds: float
-    """Seconds of the call; 0 for a call that no iteration runs."""
+    """Seconds of the call there; 0 for a call that no iteration runs. `Problem.call_seconds` has those elsewhere."""
     active_bytes: int
     """Bytes that the call adds."""
     resident_bytes: int
@@ -161,7 +161,7 @@ class Pricing:
         for size in sorted(legal, key=lambda size: (cluster.num_devices % size != 0, -size)):
             if (is_late() and all(tables)) or is_over():
                 return tables, False
-            ranks = tuple(range(size))
+            ranks = best_linked_ranks(cluster, size)
             layouts: dict[ParallelDims, Layout] = {}
             for call in sorted(calls, key=lambda one: not one.is_home):
                 dims = call_dims(dataflow.call(call.name), self.models, size, cluster, self.options)

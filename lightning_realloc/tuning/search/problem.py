@@ -97,6 +97,8 @@ class Problem:
         self._since_training = [self._calls_since_training(call) for call in self.calls]
         self._layouts: dict[tuple[ParallelDims, int], int] = {}
         self._moves: dict[tuple[int, int, int], float] = {}
+        self._elsewhere: dict[tuple[object, ...], float] = {}
+        """Seconds of calls where links between nodes differ."""
         self._schedule_of = lru_cache(maxsize=_MAX_CACHED_SCHEDULES)(self._make_schedule)
 
     @property
@@ -124,6 +126,20 @@ class Problem:
         return ExecutionPlan(calls, tuple(offload)).completed(self.dataflow)
 
     # ---- costs
+    def call_seconds(self, i: int, chosen: PlacedOption) -> float:
+        """Return the seconds of a call on its ranks, which slow links between nodes may make longer."""
+        cluster, option = self.cluster, chosen.option
+        is_elsewhere = cluster.node_links and chosen.ranks.size > cluster.devices_per_node
+        if not (is_elsewhere and self.calls[i].is_timed):
+            return option.seconds
+        key = (i, chosen.layout, option.plan.options)
+        if key not in self._elsewhere:
+            if len(self._elsewhere) > _MAX_CACHED_MOVES:
+                self._elsewhere.clear()
+            plan = CallPlan(Layout(option.dims, chosen.ranks.ranks), *option.plan.options)
+            self._elsewhere[key] = self.estimator.call_seconds(self.calls[i].name, plan).total
+        return self._elsewhere[key]
+
     def score(self, state: State, offload: frozenset[str] = frozenset()) -> Score:
         """Return the cost of a state; for an incomplete state, a lower bound on the cost of every completion."""
         return self._score_with([self.move_seconds(i, state) for i in self.numbers], state, offload)
@@ -203,7 +219,7 @@ class Problem:
         """Return the seconds of every task: task 2i moves weights to call i, and task 2i + 1 is call i."""
         durations = []
         for i, (call, chosen) in enumerate(zip(self.calls, state, strict=True)):
-            seconds = self.work.least_seconds[i] if chosen is None else chosen.option.seconds
+            seconds = self.work.least_seconds[i] if chosen is None else self.call_seconds(i, chosen)
             if chosen is not None and call.is_timed and call.role in offload:
                 seconds += self.estimator.offload_seconds(chosen.option.resident_bytes)
             durations += [moves[i], seconds]

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+import numpy as np
+
 from lightning_realloc.dataflow.dataflow import CallKind, Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.layout.cluster import ClusterSpec
@@ -115,10 +117,44 @@ def sizes(cluster: ClusterSpec) -> tuple[int, ...]:
     return (*part_sizes(cluster), *(count * cluster.devices_per_node for count in node_counts(cluster)))
 
 
-def node_run(cluster: ClusterSpec, first: int, count: int) -> RankSet:
-    """Return the ranks of ``count`` consecutive nodes."""
+def node_order(cluster: ClusterSpec) -> tuple[int, ...]:
+    """Return all nodes in an order in which those with fast links are next to each other, and slow ones are last.
+
+    It starts with the node with fewest slow links. Each next node has the fastest slowest link to those before it.
+    """
+    if not cluster.node_links:
+        return tuple(range(cluster.num_nodes))
+    rates = np.full((cluster.num_nodes, cluster.num_nodes), cluster.inter_node_bytes_per_s)
+    for link in cluster.slow_links(range(cluster.num_nodes)):
+        rates[link.first, link.second] = rates[link.second, link.first] = link.bytes_per_s
+    sums = rates.sum(axis=1)
+    order, left = [int(sums.argmax())], set(range(cluster.num_nodes))
+    slowest = rates[order[0]]
+    while left := left - {order[-1]}:
+        order.append(max(left, key=lambda node: (slowest[node], sums[node], -node)))
+        slowest = np.minimum(slowest, rates[order[-1]])
+    return tuple(order)
+
+
+def node_run(cluster: ClusterSpec, first: int, count: int, order: Sequence[int] | None = None) -> RankSet:
+    """Return the ranks of ``count`` nodes that are next to each other.
+
+    Args:
+        order: Order of the nodes; None: their numbers.
+    """
     devices = cluster.devices_per_node
-    return RankSet(tuple(range(first * devices, (first + count) * devices)))
+    if order is None:
+        return RankSet(tuple(range(first * devices, (first + count) * devices)))
+    nodes = sorted(order[first : first + count])
+    return RankSet(tuple(rank for node in nodes for rank in range(node * devices, (node + 1) * devices)))
+
+
+def best_linked_ranks(cluster: ClusterSpec, size: int) -> tuple[int, ...]:
+    """Return a number of ranks with the fastest links, which calls on as many ranks are priced on."""
+    devices = cluster.devices_per_node
+    if size < devices or not cluster.node_links:
+        return tuple(range(size))
+    return node_run(cluster, 0, size // devices, node_order(cluster)).ranks
 
 
 def parts(cluster: ClusterSpec) -> Iterator[RankSet]:
@@ -203,31 +239,54 @@ def common_dims(
 def canonical_sets(candidates: Iterable[RankSet], placed: Sequence[RankSet], cluster: ClusterSpec) -> list[RankSet]:
     """Return one candidate of each class that renaming machines maps onto each other, with ``placed`` sets fixed.
 
-    Nodes are equal, and so are the halves of a node, the halves of a half, and so on. Renamings permute the children of
-    this tree. Each leaf is marked with the sets that hold it, and children are sorted. Two sets belong to the same
-    class if their trees are equal.
+    Nodes with equal links are equal, and so are the halves of a node, the halves of a half, and so on. Renamings
+    permute the children of this tree. Each leaf is marked with the sets that hold it, and children are sorted. Two sets
+    belong to the same class if their trees are equal.
     """
     steps = [1, *part_sizes(cluster)[1:], cluster.devices_per_node] if cluster.devices_per_node > 1 else [1]
     base = [
         sum(1 << index for index, one in enumerate(placed) if one.mask >> rank & 1)
         for rank in range(cluster.num_devices)
     ]
+    kinds = node_kinds(cluster)
     own = 1 << len(placed)
     first: dict[object, RankSet] = {}
     for candidate in candidates:
         marks = list(base)
         for rank in candidate.ranks:
             marks[rank] |= own
-        first.setdefault(_tree(marks, steps), candidate)
+        first.setdefault(_tree(marks, steps, kinds), candidate)
     return list(first.values())
 
 
-def _tree(marks: Sequence[int], steps: Sequence[int]) -> object:
+@lru_cache(maxsize=64)
+def node_kinds(cluster: ClusterSpec) -> tuple[int, ...]:
+    """Return a number for each node, which nodes share if exchanging them changes no link."""
+    links = {(link.first, link.second): (link.bytes_per_s, link.latency_s) for link in cluster.node_links}
+    nodes = range(cluster.num_nodes)
+
+    def rates(one: int, other: int) -> tuple[float, float] | None:
+        return links.get((min(one, other), max(one, other)))
+
+    firsts, kinds = list[int](), list[int]()
+    for node in nodes:
+        equal = (
+            kind
+            for kind, first in enumerate(firsts)
+            if all(rates(node, other) == rates(first, other) for other in nodes if other not in (node, first))
+        )
+        kinds.append(next(equal, len(firsts)))
+        if kinds[-1] == len(firsts):
+            firsts.append(node)
+    return tuple(kinds)
+
+
+def _tree(marks: Sequence[int], steps: Sequence[int], kinds: Sequence[int]) -> object:
     level: list[object] = list(marks)
     for small, large in itertools.pairwise(steps):
         width = large // small
         level = [tuple(sorted(level[i : i + width], key=repr)) for i in range(0, len(level), width)]
-    return tuple(sorted(level, key=repr))
+    return tuple(sorted(zip(kinds, level, strict=True), key=repr))
 
 
 @lru_cache(maxsize=4096)

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_realloc.errors import PlanError
 from lightning_realloc.layout.cluster import ClusterSpec
-from lightning_realloc.tuning.estimate.hardware import Device, Efficiency, Group, Links
+from lightning_realloc.tuning.estimate.hardware import Device, Efficiency, Group, LinkRates, Links
 
 ROUND = replace(
     ClusterSpec.parse("h100:2x4"),
@@ -73,8 +73,16 @@ def test_collectives_move_the_bytes_of_a_ring() -> None:
 
 
 def test_a_message_uses_the_link_between_its_ranks() -> None:
-    assert LINKS.send(1e6, within_node=True) == pytest.approx(1e-3 + 1e-6)
-    assert LINKS.send(1e6, within_node=False) == pytest.approx(1e-2 + 1e-5)
+    assert LINKS.send(1e6, Group(4, 1)) == pytest.approx(1e-3 + 1e-6)
+    assert LINKS.send(1e6, Group(4, 2)) == pytest.approx(1e-2 + 1e-5)
+
+
+def test_a_slow_link_sets_the_pace_of_its_group() -> None:
+    slow = LinkRates(1e7, 1e-3)
+    assert LINKS.send(1e6, Group(4, 2, slow)) == pytest.approx(0.1 + 1e-3)
+    assert LINKS.send(1e6, Group(4, 1, slow)) == pytest.approx(1e-3 + 1e-6)  # inside a node
+    assert LINKS.gather(4e6, Group(2, 2, slow)) == pytest.approx(0.2 + 1e-3)
+    assert LINKS.all_to_all(4e6, Group(8, 2, slow)) == pytest.approx(0.2 + 2e-6 + 1e-3)
 
 
 def test_impossible_constants_are_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_realloc.dataflow.execution_plan import CallPlan
 from lightning_realloc.errors import PlanError
-from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.layout.cluster import ClusterSpec, NodeLink
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.tuning.estimate.estimator import CallSeconds, Estimator
 from lightning_realloc.tuning.estimate.hardware import Device, Efficiency
@@ -394,6 +394,25 @@ def test_a_move_takes_its_bytes_over_the_slowest_link() -> None:
     # Nothing is sent, but a quarter is read in fp32 and written in 2 bytes.
     cast = 6 * 6.738e9 / 4 / CLUSTER.device_memory_bytes_per_s
     assert answers.move_seconds("actor", copies, Layout.parse("tp4@0-3")) == pytest.approx(cast, rel=0.01)
+
+
+def test_groups_and_moves_over_a_slow_link_take_longer_and_others_do_not() -> None:
+    slow = (NodeLink(0, 1, CLUSTER.inter_node_bytes_per_s / 10, 1e-3), NodeLink(5, 9, 1.0, 1.0))
+    usual, uneven = (
+        estimator(cluster=replace(CLUSTER, num_nodes=3, node_links=links), efficiency=IDEAL) for links in ((), slow)
+    )
+    for layout, part in (("fsdp16@0-15", "sharding"), ("dp24@0-23", "data_parallel"), ("pp2.fsdp8@0-15", "pipeline")):
+        plan = CallPlan(Layout.parse(layout))
+        before, after = (getattr(one.call_seconds("actor.train", plan), part) for one in (usual, uneven))
+        assert after > before + 1e-3
+    for layout in ("fsdp8@0-7", "fsdp16@8-23", "pp2.fsdp8@0-7,16-23"):
+        plan = CallPlan(Layout.parse(layout))
+        assert uneven.call_seconds("actor.train", plan) == usual.call_seconds("actor.train", plan)
+    home, near, far = (Layout.parse(f"dp8@{ranks}") for ranks in ("0-7", "16-23", "8-15"))
+    assert uneven.move_seconds("actor", home, near) == usual.move_seconds("actor", home, near)
+    assert uneven.move_seconds("actor", home, far) == pytest.approx(
+        10 * usual.move_seconds("actor", home, far), rel=0.02
+    )
 
 
 LAYOUTS = {

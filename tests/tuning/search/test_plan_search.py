@@ -15,18 +15,22 @@ from benchmarks.toy_estimator import ToyEstimator, decoder
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
 from lightning_realloc.errors import PlanError
-from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.layout.cluster import ClusterSpec, NodeLink
 from lightning_realloc.layout.dims import Layout
 from lightning_realloc.layout.model import ModelSpec
 from lightning_realloc.tuning.estimate.estimator import Estimator
-from lightning_realloc.tuning.memory.parts import usable_bytes
+from lightning_realloc.tuning.estimate.hardware import CPU_EFFICIENCY
+from lightning_realloc.tuning.estimate.roofline import RooflineEstimator
+from lightning_realloc.tuning.memory.parts import MemorySettings, Workload, usable_bytes
 from lightning_realloc.tuning.search.infeasible import NothingFitsError, enough_nodes
 from lightning_realloc.tuning.search.options import Pricing
 from lightning_realloc.tuning.search.plan_search import SearchResult, search_plan
 from lightning_realloc.tuning.search.problem import Problem, Score
 from lightning_realloc.tuning.search.space import CallOptions
+from lightning_realloc.tuning.timeline.simulator import simulate
 from tests.dataflow.test_dataflow import GENERATE, JUDGE, SCORE, TRAIN, call
 from tests.matrices import crossed, matrix
+from tests.tuning.examples import SMALL, role_of, roles_of
 from tests.tuning.search.test_heuristic import PPO_FLOW
 
 GRPO_FLOW = Dataflow((GENERATE, SCORE, JUDGE, TRAIN))
@@ -113,6 +117,40 @@ def test_small_spaces_are_searched_exactly_at_any_prices(
     result = found(estimator, budget, generation_chunks=parts)
     assert result.seconds == pytest.approx(best.seconds, rel=1e-6)
     assert result.gap == pytest.approx(0.0, abs=1e-6)
+
+
+def slow_host(node: int, num_nodes: int, rate: float) -> tuple[NodeLink, ...]:
+    """Return slow links between a node and all others."""
+    others = (other for other in range(num_nodes) if other != node)
+    return tuple(NodeLink(min(node, other), max(node, other), rate, 1e-3) for other in others)
+
+
+def roofline(flow: Dataflow, machines: ClusterSpec) -> RooflineEstimator:
+    """Return estimates of a small model, whose groups and moves depend on the links between their nodes."""
+    load = Workload(num_sequences=32, prompt_tokens=64, response_tokens=64)
+    return RooflineEstimator(flow, machines, roles_of(SMALL, flow), MemorySettings(), load, efficiency=CPU_EFFICIENCY)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_uneven_links_are_searched_exactly(node: int) -> None:
+    machines = replace(cluster(3, 1), node_links=slow_host(node, 3, 1e5))
+    estimator = roofline(TWO_COPIES, machines)
+    model = role_of(SMALL).model
+    best = best_of_all(estimator, 10**9, model=model)
+    assert found(estimator, 10**9, model=model).seconds == pytest.approx(best.seconds, rel=1e-6)
+
+
+@pytest.mark.parametrize("num_nodes", [4, 6])
+def test_training_avoids_a_slow_host(num_nodes: int) -> None:
+    equal = replace(cluster(num_nodes, 1), inter_node_bytes_per_s=1e8)
+    uneven = replace(equal, node_links=slow_host(1, num_nodes, 1e5))
+    options = {"model": role_of(SMALL).model, "seconds": 5.0, "max_evaluations": 20_000}
+    before, after = (found(roofline(GRPO_FLOW, machines), 10**9, **options) for machines in (equal, uneven))
+    assert 1 not in after.plan.layout("actor.train").ranks
+    # The plan of equal links is slower there, and no plan is faster on slower links.
+    assert before.seconds < after.seconds
+    blind = simulate(before.plan, roofline(GRPO_FLOW, uneven))
+    assert after.seconds < blind.seconds_per_iteration
 
 
 @pytest.mark.parametrize("seed", matrix(range(3), 0))

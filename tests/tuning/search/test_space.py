@@ -10,7 +10,7 @@ import pytest
 
 from lightning_realloc.dataflow.dataflow import CallKind
 from lightning_realloc.errors import LayoutError
-from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.layout.cluster import ClusterSpec, NodeLink
 from lightning_realloc.layout.cuts import TensorParallelCut, sharded, sharded_experts
 from lightning_realloc.layout.dims import AXES, Layout, ParallelDims
 from lightning_realloc.layout.model import ModelLayout, ModelSpec, ParamSpec
@@ -20,11 +20,15 @@ from lightning_realloc.tuning.search.space import (
     RUNS_OF_A_STAGE,
     CallOptions,
     RankSet,
+    best_linked_ranks,
     call_dims,
     canonical_sets,
     interleaved,
     legal_dims,
     node_counts,
+    node_kinds,
+    node_order,
+    node_run,
     rank_sets,
     sizes,
 )
@@ -184,9 +188,26 @@ def renamings(num_nodes: int, devices: int) -> list[tuple[int, ...]]:
     return found
 
 
+SLOW_HOST = tuple(NodeLink(min(1, other), max(1, other), 1e8, 1e-3) for other in (0, 2, 3))
+RACKS = tuple(NodeLink(*pair, 1e8, 1e-3) for pair in ((0, 1), (0, 3), (1, 2), (2, 3)))
+
+
+def keeps_links(renaming: tuple[int, ...], machines: ClusterSpec) -> bool:
+    """Return whether a permutation of ranks maps links between nodes onto equal ones."""
+    devices = machines.devices_per_node
+    node_of = [renaming[node * devices] // devices for node in range(machines.num_nodes)]
+    known = [link for link in machines.node_links if link.second < machines.num_nodes]
+    links = {frozenset((link.first, link.second)): link.bytes_per_s for link in known}
+    return links == {frozenset(node_of[node] for node in pair): rate for pair, rate in links.items()}
+
+
+@pytest.mark.parametrize("links", [(), SLOW_HOST])
 @pytest.mark.parametrize(("num_nodes", "devices"), [(1, 4), (2, 2), (3, 2), (4, 1), (2, 4)])
-def test_canonical_placements_are_one_of_each_class_of_renamings(num_nodes: int, devices: int) -> None:
-    machines, group = cluster(num_nodes, devices), renamings(num_nodes, devices)
+def test_canonical_placements_are_one_of_each_class_of_renamings(
+    num_nodes: int, devices: int, links: tuple[NodeLink, ...]
+) -> None:
+    machines = replace(cluster(num_nodes, devices), node_links=links)
+    group = [renaming for renaming in renamings(num_nodes, devices) if keeps_links(renaming, machines)]
     everything = list(rank_sets(machines))
     for placed in [(), *((one,) for one in everything), *itertools.product(everything[::3], repeat=2)]:
         keeping = [p for p in group if all({p[r] for r in one.ranks} == set(one.ranks) for one in placed)]
@@ -195,6 +216,18 @@ def test_canonical_placements_are_one_of_each_class_of_renamings(num_nodes: int,
         chosen = [next(c for c in classes if frozenset(one.ranks) in c) for one in found]
         assert len(chosen) == len(classes)
         assert set(chosen) == classes
+
+
+def test_nodes_with_fast_links_come_first_and_are_next_to_each_other() -> None:
+    equal = cluster(4, 2)
+    assert node_order(equal) == (0, 1, 2, 3)
+    one_slow, racks = (replace(equal, node_links=links) for links in (SLOW_HOST, RACKS))
+    assert node_order(one_slow) == (0, 2, 3, 1)
+    assert node_order(racks) == (0, 2, 1, 3)
+    assert node_run(one_slow, 1, 2, node_order(one_slow)).ranks == (4, 5, 6, 7)
+    assert [best_linked_ranks(one_slow, size) for size in (1, 2, 4)] == [(0,), (0, 1), (0, 1, 4, 5)]
+    assert node_kinds(one_slow) == (0, 1, 0, 0)
+    assert node_kinds(racks) == (0, 1, 0, 1)
 
 
 def test_the_first_placement_is_canonical_by_size_alone() -> None:
