@@ -19,6 +19,7 @@ from lightning_realloc.commands.parsing import has_bf16
 from lightning_realloc.report.formats import gib
 from lightning_realloc.runtime.measure.nodes import MAX_USED_SHARE
 from lightning_realloc.runtime.transfer.shared_memory import available_bytes
+from lightning_realloc.strategies.cluster_check.check import run_cluster_check
 from lightning_realloc.strategies.measure.profiling import num_cores
 from lightning_realloc.strategies.measure.self_test import TrialResult, run_trials_in_processes
 
@@ -50,7 +51,12 @@ class CheckResult:
 
 def run_doctor(arguments: Sequence[str], write: Callable[[str], object]) -> int:
     """Run all checks, write a line for each as soon as it is known, and return 1 if one failed, else 0."""
-    CommandParser("doctor").parse(arguments)
+    parser = CommandParser("doctor")
+    parser.add_argument(
+        "--cluster", action="store_true", help="check the cluster instead: run it on every rank by torchrun or srun"
+    )
+    if parser.parse(arguments).cluster:
+        return run_cluster_check(write)
     has_failed = False
     for result in _results():
         write(f"{result}\n")

@@ -32,9 +32,9 @@ class NodeLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """A cluster of equal nodes with equal devices; links between nodes may differ.
+    """A cluster of equal nodes with equal devices.
 
-    Rank r is device ``r % devices_per_node`` of node ``r // devices_per_node``.
+    Links between nodes may differ. Rank r is device ``r % devices_per_node`` of node ``r // devices_per_node``.
 
     >>> ClusterSpec.parse("h100:2x8").node_of(9)
     1

@@ -105,28 +105,31 @@ def find_problem(places: Sequence[RankHost], ranks_per_node: int) -> str | None:
         places: Places of all ranks, in order.
         ranks_per_node: Ranks of a node, as the Trainer has them.
     """
-    return _version_problem(places) or _node_problem(places, ranks_per_node)
+    return _version_problem(places) or node_problem(places, ranks_per_node)
 
 
 def _version_problem(places: Sequence[RankHost]) -> str | None:
     """Return a line about the first rank that differs from rank 0, with all its differing versions."""
     first = places[0]
     for rank, place in enumerate(places):
-        names = sorted(name for name in {*first.versions, *place.versions} if _of(first, name) != _of(place, name))
-        if names:
-            theirs, ours = (", ".join(f"{name} {_of(one, name)}" for name in names) for one in (place, first))
-            return (
-                f"rank {rank} on {place.host_name} has {theirs}, rank 0 on {first.host_name} has {ours}; install the "
-                f"same versions on every node"
-            )
+        differing = version_difference(place, first)
+        if differing is not None:
+            return f"rank {rank} on {place.host_name} has {differing}; install the same versions on every node"
     return None
+
+
+def version_difference(place: RankHost, first: RankHost) -> str | None:
+    """Return the versions of a rank that differ from rank 0's, and rank 0's; None if all are equal."""
+    names = sorted(name for name in {*first.versions, *place.versions} if _of(first, name) != _of(place, name))
+    theirs, ours = (", ".join(f"{name} {_of(one, name)}" for name in names) for one in (place, first))
+    return f"{theirs}, rank 0 on {first.host_name} has {ours}" if names else None
 
 
 def _of(place: RankHost, package: str) -> str:
     return place.versions.get(package, "not installed")
 
 
-def _node_problem(places: Sequence[RankHost], ranks_per_node: int) -> str | None:
+def node_problem(places: Sequence[RankHost], ranks_per_node: int) -> str | None:
     """Return a line about the first node whose ranks run on several hosts."""
     for begin in range(0, len(places), ranks_per_node):
         members = places[begin : begin + ranks_per_node]

@@ -1,0 +1,1 @@
+"""Check the hosts, ports, links and clocks of a launcher's ranks: ``lightning-realloc doctor --cluster``."""
