@@ -13,6 +13,7 @@ from lightning.pytorch import Trainer
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.remote_path import AnyPath
+from lightning_realloc.runtime.measure.link_table import LinkTable
 from lightning_realloc.strategies.calls.call_runner import CallRunner
 from lightning_realloc.strategies.measure.profiling import Profile
 from lightning_realloc.strategies.pool.builder import PlanSource
@@ -30,6 +31,7 @@ class RunView(Protocol):
     lengths: Lengths | None
     max_staleness: int
     generation_chunks: int
+    links: LinkTable | None
 
     @property
     def dataflow(self) -> Dataflow | None: ...

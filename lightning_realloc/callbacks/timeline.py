@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_realloc.callbacks.auto_tuner import AutoTuner
 from lightning_realloc.callbacks.loggers.writers import LoggerOutput, Picture, shows_pictures
@@ -35,6 +36,7 @@ from lightning_realloc.recording.events import (
 )
 from lightning_realloc.recording.iteration_picture import MAX_RANKS_OF_IMAGE, draw_iteration
 from lightning_realloc.recording.iteration_record import FORMAT, WeightMove, is_detailed
+from lightning_realloc.recording.link_watch import LinkWatch, describe_fall
 from lightning_realloc.recording.pieces import TimePiece
 from lightning_realloc.recording.rank_recorder import (
     EVENTS_FILE,
@@ -48,6 +50,7 @@ from lightning_realloc.recording.rank_recorder import (
 from lightning_realloc.recording.trace import write_trace
 from lightning_realloc.remote_output import local_copy, require_writable
 from lightning_realloc.remote_path import AnyPath, RemotePath, as_path
+from lightning_realloc.runtime.measure.links import measure_pairs
 from lightning_realloc.runtime.measure.usage import EnergyMeter, resident_bytes
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.transfer.executor import ReallocationReport
@@ -73,6 +76,9 @@ class Timeline(PhaseCallback):
 
     With ``accuracy=`` of an algorithm, ``scores.jsonl`` in its folder has the results of each validation and test for
     every question, also outside of a fit. So it does with `Evaluation`, for each set.
+
+    Over several hosts, it measures the links between them again when moves or calls become slow, and warns once of
+    links that are slower than at the start, with their hosts.
 
     With environments, the record has the spans in which a rank waited for them, and how many samples waited over time.
 
@@ -119,6 +125,8 @@ class Timeline(PhaseCallback):
         self._num_iterations = self._num_under_plan = 0
         self._logs_images = False
         self._output = LoggerOutput()
+        self._link_watch: LinkWatch | None = None
+        """Watches the links between nodes; None where they were not measured, and once some have become slow."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise ConfigError for a run without calls."""
@@ -145,6 +153,7 @@ class Timeline(PhaseCallback):
         self._recorder = RankRecorder(folder / rank_file(trainer.global_rank), run.runner.record, time.monotonic())
         self._recorder.write_header(step=trainer.global_step, unix_s=unix_s, baseline_bytes=self._baseline_bytes)
         self._plan, self._num_iterations = None, 0
+        self._link_watch = None if run.links is None else LinkWatch()
         self._energy = EnergyMeter.for_device(strategy.root_device)
         if trainer.is_global_zero:
             self._events, self._metrics = JsonLines(folder / EVENTS_FILE), JsonLines(folder / METRICS_FILE)
@@ -166,6 +175,8 @@ class Timeline(PhaseCallback):
         plan = run_view(trainer).pool.plan
         if plan != self._plan:
             self._plan, self._num_under_plan = plan, 0
+            if self._link_watch is not None:
+                self._link_watch.restart()
             self._write(PlanInstalled(step=trainer.global_step, plan=self._plan.to_mapping()))
 
     def on_phase_start(self, trainer: Trainer, pl_module: LightningModule, phase: str) -> None:
@@ -201,6 +212,24 @@ class Timeline(PhaseCallback):
         if has_image:
             self._log_image(trainer, made.pieces or ())
         self._write_metrics(trainer, lambda name: not name.startswith((*HELD_OUT, "test/")))
+        if self._link_watch is not None:
+            metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            if self._link_watch.record(metrics):
+                self._measure_links(trainer)
+
+    def _measure_links(self, trainer: Trainer) -> None:
+        """Measure the links between nodes again, and warn of those that have become slow. Collective over all ranks."""
+        run = run_view(trainer)
+        before = run.links
+        assert before is not None, "links are watched where they were measured"
+        with run.runner.collective("measuring links"):
+            after = measure_pairs(trainer.strategy.root_device, before.hosts, trainer.world_size // len(before.hosts))
+        fall = describe_fall(before, after)
+        if fall is not None:
+            rank_zero_warn(fall)
+            self._link_watch = None  # one warning is enough
+        else:
+            rank_zero_info(f"iterations became slower, but links are as at the start; {after.describe()}")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the validation out of the next iteration."""

@@ -164,14 +164,14 @@ class LinkTable:
         if hosts := self.slow_hosts:
             named = [f"{self.hosts[h.node]} {h.direction} at {h.bytes_per_s / 1e9:.3g} GB/s" for h in hosts]
             yield (
-                f"slow host: {_few(named)} to every host, and others at {usual}; check its cable, its adapter's speed "
-                f"(ethtool) and other jobs on it, or leave it out; plans count with its real speed"
+                f"slow host: {few_of(named)} on all of its links, and hosts usually at {usual}; check its cable, its "
+                f"adapter's speed (ethtool) and other jobs on it, or leave it out; plans count with its real speed"
             )
         if links := self.lone_slow_links:
             named = [self.text_of(ends) for ends in links]
             yield (
-                f"slow link: {_few(named)}, and hosts usually send at {usual}; check the switch and the cables between "
-                f"these hosts; plans count with the real speed of each pair"
+                f"slow link: {few_of(named)}, and hosts usually send at {usual}; check the switch and the cables "
+                f"between these hosts; plans count with the real speed of each pair"
             )
 
     # ---- plans
@@ -208,34 +208,6 @@ class LinkTable:
         return bandwidths, latencies
 
 
-def fallen_links(before: LinkTable, after: LinkTable) -> tuple[tuple[int, int], ...]:
-    """Return the links that lost more than `FAR_RATIO` of their bandwidth since ``before``, the slowest first."""
-    fallen = (
-        ends
-        for ends, link in after.links.items()
-        if ends in before.links and link.bytes_per_s * FAR_RATIO < before.links[ends].bytes_per_s
-    )
-    return tuple(sorted(fallen, key=lambda ends: (after.links[ends].bytes_per_s, ends)))
-
-
-def describe_fall(before: LinkTable, after: LinkTable) -> str | None:
-    """Return a line about links that became slow, with the host that all of them have, if one has; None without any."""
-    fallen = fallen_links(before, after)
-    if not fallen:
-        return None
-    common = set.intersection(*map(set, fallen))
-    if len(common) == 2:  # both directions of one pair, or one of them
-        where = f"the link between {' and '.join(before.hosts[node] for node in sorted(common))} has"
-    elif common:
-        where = f"links of {before.hosts[common.pop()]} have"
-    else:
-        where = f"{len(fallen)} links have"
-    figures = [
-        f"{after.text_of(ends)}, {before.links[ends].bytes_per_s / 1e9:.3g} GB/s at the start" for ends in fallen
-    ]
-    return f"{where} become slow since the start: {_few(figures)}; check cables, adapters and other jobs there"
-
-
 def _merged(values: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], float]:
     """Return the values with those within `EQUAL_RATIO` of the smallest of their class replaced by its median."""
     found: dict[tuple[int, int], float] = {}
@@ -248,6 +220,7 @@ def _merged(values: Mapping[tuple[int, int], float]) -> dict[tuple[int, int], fl
     return found | dict.fromkeys(members, median(values[one] for one in members)) if members else found
 
 
-def _few(texts: Sequence[str]) -> str:
+def few_of(texts: Sequence[str]) -> str:
+    """Return the first `MAX_NAMED` texts, and the number of the others."""
     rest = len(texts) - MAX_NAMED
     return "; ".join(texts[:MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")
