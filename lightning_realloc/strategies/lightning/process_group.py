@@ -46,24 +46,43 @@ def start_on_loopback(
         return
     rank, port = environment.global_rank(), environment.main_port
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = LOOPBACK, str(port)
+    store = open_store(LOOPBACK, port, timeout, listener=listen_at(LOOPBACK, port) if rank == 0 else None)
+    start_with_store(store, environment, backend, device, timeout)
+
+
+def start_with_store(
+    store: TCPStore, environment: ClusterEnvironment, backend: str, device: torch.device, timeout: timedelta | None
+) -> None:
+    """Start the process group with a store through which ranks meet."""
     dist.init_process_group(
         backend,
-        store=_loopback_store(port, timeout or default_pg_timeout, listens=rank == 0),
-        rank=rank,
+        store=store,
+        rank=environment.global_rank(),
         world_size=environment.world_size(),
         timeout=timeout,
         device_id=device if device.type != "cpu" else None,
     )
 
 
-def _loopback_store(port: int, timeout: timedelta, *, listens: bool) -> TCPStore:
-    if not listens:
-        return TCPStore(LOOPBACK, port, is_master=False, timeout=timeout)
-    with socket.socket() as listener:
+def listen_at(address: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens at an address of this machine; port 0 takes a free one. OSError if it is taken."""
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((LOOPBACK, port))
+        listener.bind((address, port))
         listener.listen()
-        return TCPStore(LOOPBACK, port, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def open_store(address: str, port: int, timeout: timedelta | None, *, listener: socket.socket | None) -> TCPStore:
+    """Return the store at an address: the server on the rank that has the listening socket, a client elsewhere."""
+    given = timeout or default_pg_timeout
+    if listener is None:
+        return TCPStore(address, port, is_master=False, timeout=given)
+    return TCPStore(address, port, is_master=True, timeout=given, master_listen_fd=listener.detach())
 
 
 def end_process_group() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,12 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
-from lightning_realloc.strategies.lightning.process_group import is_on_one_host, start_on_loopback
+from lightning_realloc.strategies.lightning.process_group import (
+    is_on_one_host,
+    listen_at,
+    open_store,
+    start_on_loopback,
+)
 from lightning_realloc.strategies.lightning.script_launcher import ScriptLauncher
 from tests.strategies.lightning.launched import listening_addresses
 from tests.workers import WorkerPool
@@ -53,3 +60,17 @@ def test_ranks_of_several_hosts_need_a_store_that_all_reach(monkeypatch: pytest.
     assert not is_on_one_host(LightningEnvironment(), num_nodes=2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # a container for each rank
     assert not is_on_one_host(TorchElasticEnvironment(), num_nodes=1)
+
+
+def test_a_port_stays_taken_from_its_choice_until_the_store_serves_it() -> None:
+    listener = listen_at("127.0.0.1")
+    port = listener.getsockname()[1]
+    with pytest.raises(OSError, match="Address already in use"):
+        listen_at("127.0.0.1", port)
+    early = socket.create_connection(("127.0.0.1", port), timeout=10.0)  # a rank that was faster than rank 0
+    early.close()
+    server = open_store("127.0.0.1", port, timedelta(seconds=10), listener=listener)
+    assert server.port == port
+    client = open_store("127.0.0.1", port, timedelta(seconds=10), listener=None)
+    client.set("key", "value")
+    assert server.get("key") == b"value"
