@@ -107,6 +107,7 @@ if TYPE_CHECKING:
     from lightning_realloc.realloc import plan_reallocation as plan_reallocation
     from lightning_realloc.rewards.verifiers import exact_match as exact_match
     from lightning_realloc.strategies import ReallocStrategy as ReallocStrategy
+    from lightning_realloc.strategies.lightning.ray_options import RayOptions as RayOptions
     from lightning_realloc.tuning.search.plan_search import search_plan as search_plan
 
 __getattr__, __dir__ = _lazy_names(__name__)

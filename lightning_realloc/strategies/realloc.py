@@ -34,7 +34,7 @@ from lightning_realloc.strategies.calls.overlap import OverlapOptions
 from lightning_realloc.strategies.calls.step_metrics import log_results
 from lightning_realloc.strategies.lightning.data_parallel import DataParallelStrategy
 from lightning_realloc.strategies.lightning.failures import dismiss_observer
-from lightning_realloc.strategies.lightning.launch_options import LauncherName, LaunchOptions
+from lightning_realloc.strategies.lightning.launch_options import Launcher, LaunchOptions
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
 from lightning_realloc.strategies.measure.profiling import Profile, make_plan_evaluator, profile_models
 from lightning_realloc.strategies.measure.subjects import Machine
@@ -79,7 +79,7 @@ class ReallocStrategy(DataParallelStrategy):
         memory_per_device: What a plan may need of one device, as a number of bytes or as in ``"24GiB"``; by default
             what the cluster's devices have. A plan that needs more is refused before models are built.
         tp_plans: Role -> tensor-parallel styles by module pattern, for models that bring none.
-        launcher: ``"popen"`` re-runs the script per device; ``"spawn"``, ``"fork"``: for notebooks; ``"ray"``: on Ray.
+        launcher: ``"popen"`` re-runs the script; ``"spawn"``, ``"fork"``: in notebooks; ``"ray"``, `RayOptions`: Ray.
         max_failures: Lost ranks or machines after which ``"ray"`` starts the run again from its last checkpoint.
         save_frozen_roles: Also write roles that are never trained into checkpoints.
         load_weights_only: Refuse checkpoints that hold more than plain data, which could run code. False also reads
@@ -115,7 +115,7 @@ class ReallocStrategy(DataParallelStrategy):
         cluster: ClusterSpec | str | None = None,
         memory_per_device: int | str | None = None,
         tp_plans: Mapping[str, Mapping[str, str]] | None = None,
-        launcher: LauncherName = "popen",
+        launcher: Launcher = "popen",
         max_failures: int = 0,
         save_frozen_roles: bool = False,
         load_weights_only: bool = True,
@@ -125,9 +125,10 @@ class ReallocStrategy(DataParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
+        source = read_plan_source(plan)
         super().__init__(
             cluster=cluster,
-            launch=LaunchOptions(launcher=launcher, max_failures=max_failures),
+            launch=LaunchOptions(launcher=launcher, max_failures=max_failures, plan=source, cluster=cluster),
             load_weights_only=load_weights_only,
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -140,7 +141,7 @@ class ReallocStrategy(DataParallelStrategy):
         )
         self._optimizer_hooks = LightningOptimizers(self)
         options = PlacementOptions(
-            plan=read_plan_source(plan),
+            plan=source,
             overlap=self._overlap,
             transport=transport,
             verify_weights="off" if verify_weights is False else verify_weights,  # YAML reads off as False

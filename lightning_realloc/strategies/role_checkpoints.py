@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -232,10 +233,23 @@ class RoleCheckpoints:
 
     def full_state(self) -> dict[str, Any]:
         """Return the module's state with full tensors on rank 0. Collective over all ranks."""
-        state, pool = self.module_state(), self._placed.pool
-        for role in (role for role in pool.roles if role not in pool.released):
+        state = self.module_state()
+        for role in self._kept_roles():
             state |= {f"{role}.{name}": tensor.cpu() for name, tensor in self.full_weights(role).items()}
         return state
+
+    def full_bytes(self) -> int:
+        """Return about how many bytes the tensors of `full_state` have: all of a role count as its first one here."""
+        total = 0
+        for role in self._kept_roles():
+            replica = self._placed.pool.home(role)
+            first = next(replica.model.parameters(), None)
+            elements = sum(math.prod(param.shape) for param in replica.model_layout.model.params)
+            total += elements * (4 if first is None else first.element_size())
+        return total
+
+    def _kept_roles(self) -> list[str]:
+        return [role for role in self._placed.pool.roles if role not in self._placed.pool.released]
 
     def _trained_models(self) -> TrainedModels:
         module = self._placed.module

@@ -24,6 +24,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
@@ -41,8 +42,13 @@ from lightning_realloc.runtime.parallel.mesh import forget_groups
 from lightning_realloc.seeds import global_seed
 from lightning_realloc.strategies.lightning import failures
 from lightning_realloc.strategies.lightning.file_checkpoints import CheckpointedStrategy
-from lightning_realloc.strategies.lightning.launch_options import LaunchOptions, make_launcher
-from lightning_realloc.strategies.lightning.process_group import end_process_group, is_on_one_host, start_on_loopback
+from lightning_realloc.strategies.lightning.launch_options import LaunchOptions, RemoteGPUs, make_launcher
+from lightning_realloc.strategies.lightning.process_group import (
+    end_process_group,
+    is_on_one_host,
+    start_on_loopback,
+    start_with_store,
+)
 from lightning_realloc.strategies.lightning.signals import StopRequest
 from lightning_realloc.strategies.lightning.trainer_checks import (
     check_started_processes,
@@ -84,6 +90,10 @@ class DataParallelStrategy(CheckpointedStrategy):
         """Request to end the run, set by SIGTERM, Ctrl-C and Slurm's signal."""
         self.links: LinkTable | None = None
         """Links between the nodes as measured at the start; None if they were not."""
+        self.store: TCPStore | None = None
+        """Store that the launcher has opened for the ranks to meet; None: at ``MASTER_ADDR`` and ``MASTER_PORT``."""
+        if launch.ray is not None and launch.ray.use_gpus:
+            self._accelerator = RemoteGPUs()
 
     @abstractmethod  # so that LightningCLI does not offer this class; Lightning's own setup would wipe weights
     def setup(self, trainer: Trainer) -> None:
@@ -169,10 +179,15 @@ class DataParallelStrategy(CheckpointedStrategy):
         """
         environment = self.cluster_environment
         assert environment is not None and self.accelerator is not None
-        if not dist.is_initialized() and is_on_one_host(environment, num_nodes=self.num_nodes):
+        on_one_host = is_on_one_host(environment, num_nodes=self.num_nodes)
+        if not dist.is_initialized() and (self.store is not None or on_one_host):
             self.accelerator.setup_device(self.root_device)
             self.set_world_ranks()
-            start_on_loopback(environment, self._get_process_group_backend(), self.root_device, self._timeout)
+            settings = environment, self._get_process_group_backend(), self.root_device, self._timeout
+            if self.store is not None:
+                start_with_store(self.store, *settings)
+            else:
+                start_on_loopback(*settings)
         super()._setup_distributed()  # does nothing to an existing group
         group = dist.group.WORLD
         if group is not None and dist.get_backend() == "gloo":

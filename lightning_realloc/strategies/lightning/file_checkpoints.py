@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch.optim import Optimizer
 
 from lightning_realloc.errors import CheckpointError
-from lightning_realloc.remote_path import as_path
+from lightning_realloc.remote_path import as_path, is_remote
 from lightning_realloc.strategies.checkpoints.checkpoint import refuse_folder
 
 
@@ -21,6 +21,7 @@ class CheckpointHooks(Protocol):
 
     def module_state(self) -> dict[str, Any]: ...
     def full_state(self) -> dict[str, Any]: ...
+    def full_bytes(self) -> int: ...
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]: ...
     def save(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object) -> None: ...
     def remove(self, filepath: str | Path) -> None: ...
@@ -34,6 +35,8 @@ class CheckpointedStrategy(ModelParallelStrategy):
     """Refuse checkpoints that hold more than plain data, which could run code."""
     on_checkpoint: Callable[[str], object] | None = None
     """Called on rank 0 with the path of each checkpoint that is saved, or being saved in the background."""
+    last_checkpoint: str | None = None
+    """Last complete checkpoint of the ranks, in a process that started them on Ray; None without one."""
 
     @property
     @abstractmethod
@@ -54,6 +57,13 @@ class CheckpointedStrategy(ModelParallelStrategy):
         """Return the state that rank 0 writes; parameters of sharded roles are not in it."""
         return Strategy.lightning_module_state_dict(self) if self._roles is None else self._roles.module_state()
 
+    def full_state_bytes(self) -> int:
+        """Return about how many bytes the tensors of `full_state_dict` have."""
+        if self._roles is not None:
+            return self._roles.full_bytes()
+        assert self.model is not None
+        return sum(each.numel() * each.element_size() for each in self.model.parameters())
+
     def full_state_dict(self) -> dict[str, Any]:
         """Return the module's state with full tensors on rank 0. Collective over all ranks."""
         return Strategy.lightning_module_state_dict(self) if self._roles is None else self._roles.full_state()
@@ -71,7 +81,7 @@ class CheckpointedStrategy(ModelParallelStrategy):
         else:
             self._roles.save(checkpoint, filepath, storage_options)
         if self.on_checkpoint is not None and self.global_rank == 0:
-            self.on_checkpoint(os.path.abspath(filepath))
+            self.on_checkpoint(str(filepath) if is_remote(filepath) else os.path.abspath(filepath))
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint on rank 0, once the one that replaces it is complete; keep folders of other things."""

@@ -67,6 +67,8 @@ class FullStateLauncher(_MultiProcessingLauncher):
     rebuild a DTensor. This one sends full tensors, which all ranks gather.
     """
 
+    sends_weights = True
+    """Whether the trained weights are sent to the main process. The same on all ranks."""
     _early_signal: int | None = None
 
     def launch(
@@ -156,7 +158,7 @@ class FullStateLauncher(_MultiProcessingLauncher):
 
     def _collect_rank_zero_results(self, trainer: Trainer, results: object) -> Any:
         module = trainer.lightning_module
-        fitted = trainer.state.fn == TrainerFn.FITTING
+        fitted = trainer.state.fn == TrainerFn.FITTING and self.sends_weights
         full = trainer.strategy.full_state_dict() if fitted else {}  # type: ignore[attr-defined]
         module.state_dict = lambda *args, **kwargs: full  # type: ignore[assignment, method-assign]
         try:

@@ -1,22 +1,24 @@
 """Run one rank in a Ray actor: its environment, its signals, and its answer.
 
-`rank_environments` and `choose_spread` are pure. Ray itself is imported only by actors, which cannot exist without it.
+`rank_environments` is pure. Ray itself is imported only by actors, which cannot exist without it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_realloc.rewards.texts import SECRET_SUFFIXES
 from lightning_realloc.runtime.messages.failure_store import is_broken_connection
+from lightning_realloc.strategies.lightning.process_group import LOOPBACK, listen_at
 from lightning_realloc.strategies.lightning.signals import INTERRUPT_EXIT_CODE, STOP_SIGNALS
 
 if TYPE_CHECKING:
@@ -27,8 +29,6 @@ FORWARDED_PREFIXES = (
     *("PL_", "PYTORCH_", "TOKENIZERS_", "TORCH_", "TRANSFORMERS_"),
 )
 """Beginnings of the environment variables that ranks take over from the process that called the Trainer."""
-Spread = Literal["STRICT_SPREAD", "PACK"]
-"""Ray's placement of the plan's nodes: each on a machine of its own, or on as few machines as possible."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class RankPlace:
     """IP address of the machine."""
     pid: int
     """Process id on that machine."""
-    port: int
-    """A free port of the machine, for the store of ``torch.distributed``."""
+    port: int = 0
+    """Port at which rank 0 listens, for the store of ``torch.distributed``; 0 on other ranks."""
     gpu_ids: tuple[str, ...] = ()
     """GPUs that Ray gave to this process, as in ``CUDA_VISIBLE_DEVICES``."""
 
@@ -88,39 +88,22 @@ def describe_failure(error: BaseException) -> RankFailure:
     return RankFailure(error, trace, code)
 
 
-# ---- placement and environment
-def node_resources(per_node: int, *, uses_gpus: bool) -> dict[str, float]:
-    """Return the resources of one of the plan's nodes: a processor, and perhaps a GPU, for every rank."""
-    return {"CPU": float(per_node), **({"GPU": float(per_node)} if uses_gpus else {})}
-
-
-def choose_spread(
-    needed: Mapping[str, float], num_nodes: int, machines: Sequence[Mapping[str, float]]
-) -> Spread | None:
-    """Return the placement of the plan's nodes; None if the machines cannot hold them, even when idle.
-
-    Args:
-        needed: Resources of one of the plan's nodes.
-        num_nodes: Number of the plan's nodes.
-        machines: Total resources of every machine.
-    """
-    fitting = [int(min(each.get(name, 0.0) // amount for name, amount in needed.items())) for each in machines]
-    if sum(count > 0 for count in fitting) >= num_nodes:
-        return "STRICT_SPREAD"
-    return "PACK" if sum(fitting) >= num_nodes else None
-
-
-def rank_environments(places: Sequence[RankPlace], per_node: int) -> list[dict[str, str]]:
+# ---- environment
+def rank_environments(
+    places: Sequence[RankPlace], per_node: int, *, isolate_gpus: bool = False
+) -> list[dict[str, str]]:
     """Return the environment variables of every rank, as torchrun would set them.
 
     Ranks of one of the plan's nodes see each other's GPUs, in the order of their ranks: the local rank is the index.
+    All ranks of a single node meet at loopback, where rank 0 then listens.
 
     Args:
         places: Processes, by rank.
         per_node: Ranks on each of the plan's nodes.
+        isolate_gpus: Show each rank its own GPU alone.
     """
     shared = {
-        "MASTER_ADDR": places[0].address,
+        "MASTER_ADDR": places[0].address if len(places) > per_node else LOOPBACK,
         "MASTER_PORT": str(places[0].port),
         "WORLD_SIZE": str(len(places)),
         "LOCAL_WORLD_SIZE": str(per_node),
@@ -128,7 +111,8 @@ def rank_environments(places: Sequence[RankPlace], per_node: int) -> list[dict[s
     environments = []
     for rank in range(len(places)):
         node, local = divmod(rank, per_node)
-        gpus = [each for place in places[node * per_node : (node + 1) * per_node] for each in place.gpu_ids]
+        visible = places[rank : rank + 1] if isolate_gpus else places[node * per_node : (node + 1) * per_node]
+        gpus = [each for place in visible for each in place.gpu_ids]
         own = {"RANK": str(rank), "NODE_RANK": str(node), "LOCAL_RANK": str(local)}
         environments.append({**shared, **own, **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})})
     return environments
@@ -163,11 +147,32 @@ class CheckpointList(Protocol):
     """Return all paths."""
 
 
-class RankActor:
-    """Ray actor whose process is one rank. It serves one run, and then ends."""
+@dataclass(frozen=True, slots=True)
+class RankContext:
+    """What the process of a rank has for its work."""
 
-    def __init__(self, rank: int) -> None:
+    on_checkpoint: Callable[[str], object] | None
+    """Called with the path of each saved checkpoint; None if nobody needs it."""
+    listener: socket.socket | None
+    """Socket for the store of ``torch.distributed``, which listens since its port was chosen; None but on rank 0."""
+
+
+class RankActor:
+    """Ray actor whose process is one rank. It serves one run, and then ends.
+
+    Args:
+        rank: Number of the rank. Rank 0 listens for the others, so that nobody else takes its port.
+        is_alone: Whether all ranks are on its node, so that it listens on loopback.
+    """
+
+    def __init__(self, rank: int, is_alone: bool) -> None:
+        import ray
+
         self._rank = rank
+        self._address: str = ray.util.get_node_ip_address()
+        self._listener = None
+        if rank == 0:
+            self._listener = listen_at_first((LOOPBACK,) if is_alone else (self._address, ""))
 
     def __repr__(self) -> str:  # Ray puts it before every line that the process prints
         return f"rank {self._rank}"
@@ -177,11 +182,9 @@ class RankActor:
         import ray
 
         context = ray.get_runtime_context()
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
+        port = 0 if self._listener is None else self._listener.getsockname()[1]
         gpus = tuple(str(each) for each in context.get_accelerator_ids().get("GPU", ()))
-        return RankPlace(context.get_node_id(), ray.util.get_node_ip_address(), os.getpid(), port, gpus)
+        return RankPlace(context.get_node_id(), self._address, os.getpid(), port, gpus)
 
     def run(self, environment: Mapping[str, str], folder: str, work: bytes, saved: CheckpointList | None) -> object:
         """Run the pickled work in this process, and return its result or a `RankFailure`.
@@ -189,7 +192,7 @@ class RankActor:
         Args:
             environment: Variables of this rank.
             folder: Working directory of the process that called the Trainer; ignored on machines without it.
-            work: Pickled function of one argument, ``on_checkpoint``.
+            work: Pickled function of one argument, a `RankContext`.
             saved: Actor with the list of saved checkpoints; None if nobody needs it.
         """
         import ray
@@ -202,9 +205,17 @@ class RankActor:
             report = lambda path: ray.get(saved.add.remote(path))  # noqa: E731
         try:
             _restore_signals()
-            return ray.cloudpickle.loads(work)(report)
+            return ray.cloudpickle.loads(work)(RankContext(report, self._listener))
         except BaseException as error:
             return describe_failure(error)
+
+
+def listen_at_first(addresses: Sequence[str]) -> socket.socket:
+    """Return a socket that listens on a free port at the first address that belongs to this machine."""
+    for address in addresses[:-1]:
+        with contextlib.suppress(OSError):  # such as the outer address of a container
+            return listen_at(address)
+    return listen_at(addresses[-1])
 
 
 def _restore_signals() -> None:

@@ -26,6 +26,7 @@ from examples import demo
 from lightning_realloc.errors import ConfigError, RankLost, RewardError
 from lightning_realloc.rewards import RayReward
 from lightning_realloc.strategies import ReallocStrategy
+from lightning_realloc.strategies.lightning.ray_options import RayOptions
 from lightning_realloc.strategies.ray import ray_cluster
 from tests.strategies import runs
 from tests.strategies.ray import ray_runs
@@ -47,40 +48,20 @@ from examples.demo import Settings, run
 if __name__ == "__main__":
     run(Settings(**{SMALL!r}, folder=Path("here")))
 """
-MACHINE = {"num_cpus": 2, "object_store_memory": 78_643_200}  # bytes: the smallest store that Ray starts
-DETECTION = {
-    "health_check_initial_delay_ms": 0, "health_check_period_ms": 1000, "health_check_timeout_ms": 2000,
-    "health_check_failure_threshold": 3,
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """Two machines of two processors each; this process is on the first one."""
-    from ray.cluster_utils import Cluster
-
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
-    patch = pytest.MonkeyPatch()
-    patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # ends no process for other programs' memory
-    head = {**MACHINE, "node_ip_address": "127.0.0.2", "include_dashboard": False, "_system_config": DETECTION}
-    started = Cluster(initialize_head=True, head_node_args=head)
-    try:
+    with ray_runs.started_cluster() as started:
         add_machine(started)
-        ray.init(address=started.address, log_to_driver=False)
         yield started
-    finally:
-        ray.shutdown()
-        started.shutdown()
-        patch.undo()
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 def add_machine(cluster: Any) -> None:
     """Add the second machine, unless it is there."""
     if not cluster.worker_nodes:
-        cluster.add_node(**MACHINE, node_ip_address="127.0.0.3")
+        cluster.add_node(**ray_runs.MACHINE, node_ip_address="127.0.0.3")
 
 
 @pytest.fixture
@@ -284,14 +265,13 @@ def test_the_demo_survives_a_lost_rank_and_a_lost_machine(
     assert_equal(weights(there), weights(demo_here))
 
 
-def test_a_cluster_that_is_too_small_or_not_there_is_refused(
-    two_machines: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ray_cluster, "PLACEMENT_TIMEOUT_S", 1.5)
+def test_a_cluster_that_is_too_small_or_not_there_is_refused(two_machines: Any) -> None:
+    strategy = ReallocStrategy(launcher=RayOptions(placement_timeout=1.5))
     with pytest.raises(
-        ConfigError, match=r"^Ray did not provide 2 x \(8 CPU\) within 1\.5 s; Ray has 2 machines: 2 CPU"
+        ConfigError,
+        match=r"^Ray did not provide 2 x \(8 CPU\) within 2\.\d* s; Ray has 2 machines: 2 with 2 CPU, 0 GPU;",
     ):
-        runs.trainer("realloc_ray", 8, num_nodes=2).fit(runs.grpo(), runs.Batches(1))
+        runs.trainer(strategy, 8, num_nodes=2).fit(runs.grpo(), runs.Batches(1))
     with pytest.raises(ConfigError, match=r"^RAY_ADDRESS='127\.0\.0\.1:1' cannot be reached .*refused"):
         ray_cluster.refuse_unreachable("127.0.0.1:1")
     with pytest.raises(ConfigError, match="it is not host:port"):

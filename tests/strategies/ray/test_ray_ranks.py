@@ -8,6 +8,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -16,36 +17,20 @@ from lightning_realloc.errors import ConfigError, DataError, RankLost
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.lightning.launch_options import LaunchOptions
 from lightning_realloc.strategies.ray import ray_cluster
+from lightning_realloc.strategies.ray.bundles import RayPlacement
+from lightning_realloc.strategies.ray.rank_group import RankGroup
 from lightning_realloc.strategies.ray.ray_launcher import RankWork, RayLauncher, last_complete
 from lightning_realloc.strategies.ray.ray_ranks import (
     RankFailure,
     RankPlace,
-    choose_spread,
     describe_failure,
     forwarded_variables,
-    node_resources,
     rank_environments,
 )
 from tests.strategies import runs
 
 HAS_RAY = ray_cluster.ray_version() is not None
 needs_ray = pytest.mark.skipif(not HAS_RAY, reason="needs Ray: pip install 'lightning-realloc[ray]'")
-
-
-# ---- placement
-def test_a_node_of_the_plan_needs_a_processor_and_perhaps_a_gpu_for_each_rank() -> None:
-    assert node_resources(4, uses_gpus=False) == {"CPU": 4}
-    assert node_resources(8, uses_gpus=True) == {"CPU": 8, "GPU": 8}
-
-
-def test_nodes_of_the_plan_share_machines_only_where_there_are_too_few() -> None:
-    node = {"CPU": 2.0, "GPU": 2.0}
-    small, large, without_gpu = {"CPU": 4.0, "GPU": 2.0}, {"CPU": 16.0, "GPU": 8.0}, {"CPU": 64.0}
-    assert choose_spread(node, 2, [small, large]) == "STRICT_SPREAD"
-    assert choose_spread(node, 2, [small, without_gpu]) is None
-    assert choose_spread(node, 3, [large, without_gpu]) == "PACK"  # 8 // 2 = 4 nodes fit on the large one
-    assert choose_spread(node, 5, [large]) is None
-    assert choose_spread(node, 1, []) is None
 
 
 # ---- environment
@@ -63,10 +48,12 @@ def test_ranks_are_consecutive_on_each_node_and_find_their_own_gpu_at_their_loca
     assert [int(one["RANK"]) for one in environments] == list(range(num_nodes * per_node))
     for one, place in zip(environments, places, strict=True):
         assert int(one["RANK"]) == int(one["NODE_RANK"]) * per_node + int(one["LOCAL_RANK"])
-        assert (one["MASTER_ADDR"], one["MASTER_PORT"]) == ("10.0.0.0", "5000")
+        assert (one["MASTER_ADDR"], one["MASTER_PORT"]) == ("10.0.0.0" if num_nodes > 1 else "127.0.0.1", "5000")
         assert (one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"]) == (str(num_nodes * per_node), str(per_node))
         assert place.address == f"10.0.0.{one['NODE_RANK']}"
         assert one["CUDA_VISIBLE_DEVICES"].split(",")[int(one["LOCAL_RANK"])] == place.gpu_ids[0]
+    isolated = rank_environments(places, per_node, isolate_gpus=True)
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in isolated] == [place.gpu_ids[0] for place in places]
 
 
 def test_ranks_on_a_cpu_see_the_gpus_that_ray_shows_them() -> None:
@@ -115,7 +102,7 @@ def test_a_rank_that_a_signal_ended_is_stopped_and_has_not_failed() -> None:
 
 def cause_of(failures: dict[int, RankFailure], *, silent: tuple[int, ...] = (), received: int = 0) -> BaseException:
     """Return the error that ends a run of two ranks on each of two nodes."""
-    group = ray_cluster.RankGroup(ray_cluster.RayPlacement(2, 2, False), SimpleQueue())
+    group = RankGroup(RayPlacement(2, 2, False), SimpleQueue())
     group._places = [RankPlace(f"id{rank // 2}", f"10.0.0.{rank // 2}", rank, 5000) for rank in range(4)]
     group._received = received
     return group._error(failures, silent=silent)
@@ -159,9 +146,11 @@ def test_a_run_that_starts_again_begins_with_the_checkpoint() -> None:
 
 def test_the_last_complete_checkpoint_is_chosen(tmp_path: Path) -> None:
     complete, begun, removed = tmp_path / "1.ckpt", tmp_path / "2.ckpt", tmp_path / "0.ckpt"
-    complete.touch()
+    torch.save({}, complete)
     begun.mkdir()  # a folder of shards without its description
-    assert last_complete([str(removed), str(complete), str(begun)]) == str(complete)
+    torn = tmp_path / "3.ckpt"
+    torn.write_bytes(complete.read_bytes()[:-1])
+    assert last_complete([str(removed), str(complete), str(begun), str(torn)]) == str(complete)
     assert last_complete([str(removed), str(begun)]) is None
 
 
@@ -214,7 +203,7 @@ def test_a_signal_before_the_ranks_exist_is_kept_for_them(monkeypatch: pytest.Mo
     launcher = runs.trainer("realloc_ray", 1).strategy.launcher
     assert isinstance(launcher, RayLauncher)
     launcher.kill(signal.SIGTERM)
-    group = ray_cluster.RankGroup(ray_cluster.RayPlacement(1, 1, False), launcher._signals)
+    group = RankGroup(RayPlacement(1, 1, False), launcher._signals)
     with pytest.raises(SIGTERMException) as caught:
         group._end_if_stopped()
     assert caught.value.code == 143
