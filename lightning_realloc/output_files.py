@@ -7,9 +7,11 @@ import shutil
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial as partial_function
 from pathlib import Path
 
 from lightning_realloc.remote_path import expand_home, is_remote
+from lightning_realloc.retries.attempts import retried
 
 PARTIAL = ".partial"
 """Folder of files that are being written, and suffix of such a file."""
@@ -43,11 +45,47 @@ def write_text(path: str | Path, text: str) -> None:
     if path.exists() and not path.is_file():  # such as /dev/stdout, which a rename would replace
         path.write_text(text, encoding="utf-8")
         return
+    _write_whole(path, text.encode())
+
+
+def append_text(path: Path, text: str, *, replaces: bool = False) -> None:
+    """Append text to a file, or replace its content as a whole; its folder is made.
+
+    Another attempt, after an error of a network disk, begins where the first one did, so that no text is there twice.
+
+    Raises:
+        OSError: if it cannot be written. The file is then as it was.
+    """
+    content = text.encode(errors="replace")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if replaces:
+        _write_whole(path, content)
+        return
+    end = path.stat().st_size if path.exists() else 0
+
+    def write() -> None:
+        with path.open("ab") as file:
+            file.truncate(end)
+            file.write(content)
+
+    try:
+        retried(write, path)
+    except OSError:
+        with suppress(OSError):
+            os.truncate(path, end)
+        raise
+
+
+def _write_whole(path: Path, content: bytes) -> None:
     target = path.resolve()  # a link stays a link
     partial = target.with_name(target.name + PARTIAL)
-    try:
-        partial.write_text(text, encoding="utf-8")
+
+    def write() -> None:
+        partial.write_bytes(content)
         os.replace(partial, target)
+
+    try:
+        retried(write, target)
     except OSError:
         partial.unlink(missing_ok=True)
         raise
@@ -75,7 +113,7 @@ def added_files(folder: Path, *, last: Collection[str] = (), replaces: str | Non
         earlier = () if replaces is None else folder.glob(replaces)
         stale = {file.name for file in earlier} - {file.name for file in new}
         for file in new:
-            os.replace(file, folder / file.name)
+            retried(partial_function(os.replace, file, folder / file.name), folder)
         for name in stale:
             (folder / name).unlink()
     finally:

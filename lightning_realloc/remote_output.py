@@ -17,6 +17,7 @@ from pathlib import Path
 from lightning_realloc.errors import CheckpointError, ConfigError, ReallocError, describe_error
 from lightning_realloc.output_files import write_problem
 from lightning_realloc.remote_path import AnyPath, RemotePath, files_below
+from lightning_realloc.retries.attempts import TRIES
 
 log = logging.getLogger(__name__)
 
@@ -131,17 +132,17 @@ class UploadedText:
     def flush(self) -> None:
         """Upload the file if `UPLOAD_EVERY_S` have passed since the last time."""
         if self._clock() - self._uploaded_at >= UPLOAD_EVERY_S:
-            self._upload("its latest lines follow when the store answers")
+            self._upload("its latest lines follow when the store answers", attempts=1)  # training waits for it
 
     def close(self) -> None:
         """Upload the file."""
         self._is_warned = False
         self._upload("its latest lines are lost")
 
-    def _upload(self, consequence: str) -> None:
+    def _upload(self, consequence: str, *, attempts: int = TRIES) -> None:
         self._uploaded_at = self._clock()
         try:
-            self._path.write_bytes(bytes(self._content))
+            self._path.write_bytes(bytes(self._content), attempts=attempts)
             self._is_warned = False
         except Exception as error:  # stores raise errors of any class
             if not self._is_warned:

@@ -8,59 +8,26 @@ from __future__ import annotations
 
 import functools
 import io
-import logging
+import itertools
 import os
-import random
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeVar
 
 from lightning_realloc.errors import CheckpointError, ConfigError, describe_error
+from lightning_realloc.retries.attempts import TRIES, retried
+from lightning_realloc.retries.causes import way_out
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-TRIES = 3
-"""Attempts of an operation of an object store. More outlast longer failures, and report lasting ones later."""
-FIRST_WAIT_S = 0.5
-"""Most seconds before the second attempt; they double with each further one."""
 HUB_TIMEOUT_S = 5.0
 """Seconds that the hub gets to answer about a name, without ``HF_HUB_ETAG_TIMEOUT``. More wait for slower hubs, and
 report lost ones later."""
-_IS_RETRYING = ContextVar("_IS_RETRYING", default=False)
-"""Whether an enclosing `retried` repeats this code if it fails."""
 _SEPARATOR = "://"
-_REFUSALS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
-_MISTAKES = (CheckpointError, NotImplementedError, TypeError, ValueError, LookupError, AttributeError, ImportError)
-"""With `_REFUSALS`, errors that another attempt meets again. Of others, each store has classes of its own."""
-
-
-def retried(action: Callable[[], T]) -> T:
-    """Return the result of an action on an object store, which is tried again after a lost connection or a full server.
-
-    Waits between attempts are random, so that ranks that failed together do not try again together. Inside another
-    action that is retried, attempts would multiply: then only the outer one is tried again.
-    """
-    if _IS_RETRYING.get():
-        return action()
-    outside = _IS_RETRYING.set(True)
-    try:
-        for attempt in range(TRIES - 1):
-            try:
-                return action()
-            except (*_REFUSALS, *_MISTAKES):
-                raise
-            except Exception as error:  # stores raise errors of any class
-                wait_s = FIRST_WAIT_S * 2**attempt * random.uniform(0.5, 1.0)
-                log.warning("an object store failed, next try in %.1f s: %s: %s", wait_s, type(error).__name__, error)
-                time.sleep(wait_s)
-        return action()
-    finally:
-        _IS_RETRYING.reset(outside)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -68,7 +35,8 @@ class RemotePath:
     """File or folder in an object store.
 
     A store has no folders of its own: a folder exists while a file lies below it. Writing one file is atomic, and files
-    cannot be renamed. Errors of the store are raised as they are, most of them as OSError, after `TRIES` attempts.
+    cannot be renamed. Errors of the store are raised as they are, most of them as OSError, after the attempts of
+    `retried`.
     """
 
     protocol: str
@@ -165,26 +133,38 @@ class RemotePath:
         opened: io.BufferedRandom = self._call(lambda store, path: store.open(path, mode))
         return opened
 
-    def read_bytes(self) -> bytes:
-        """Return the content of the file."""
-        content: bytes = self._call(lambda store, path: store.cat_file(path))
+    def read_bytes(self, *, start: int | None = None, end: int | None = None) -> bytes:
+        """Return the content of the file, or a part of it, in one request."""
+        content: bytes = self._call(lambda store, path: store.cat_file(path, start=start, end=end))
         return content
 
     def read_text(self, encoding: str) -> str:
         """Return the content of the file as text."""
         return self.read_bytes().decode(encoding)
 
-    def write_bytes(self, content: bytes) -> None:
+    def write_bytes(self, content: bytes, *, attempts: int = TRIES) -> None:
         """Write the file in one request, so that readers see the earlier content or the new one."""
-        self._call(lambda store, path: store.pipe_file(path, content))
+        store, path = self._store()
+        retried(lambda: store.pipe_file(path, content), self, tries=attempts)
 
     def upload(self, file: Path) -> None:
         """Write the content of a local file, which may be larger than memory."""
         self._call(lambda store, path: store.put_file(str(file), path))
 
     def unlink(self) -> None:
-        """Remove the file."""
-        self._call(lambda store, path: store.rm_file(path))
+        """Remove the file; also if an attempt that seemed to fail has removed it.
+
+        Raises:
+            FileNotFoundError: if there was none.
+        """
+        store, path = self._store()
+        attempts = itertools.count()
+
+        def remove() -> None:
+            with suppress(FileNotFoundError) if next(attempts) else nullcontext():
+                store.rm_file(path)
+
+        retried(remove, self)
 
     def write_problem(self) -> str | None:
         """Return why files cannot be written to this folder, with the way out; None if they can.
@@ -196,19 +176,26 @@ class RemotePath:
             probe.write_bytes(b"")
             probe.unlink()
         except Exception as error:  # stores raise errors of any class
-            return f"{self} cannot be written: {describe_error(error)}; correct the address or its access keys"
+            advice = way_out(error) or "correct the address or its access keys"
+            return f"{self} cannot be written: {describe_error(error)}; {advice}"
         return None
 
     def remove_below(self, files: Sequence[RemotePath]) -> None:
-        """Remove files below this folder, in as few requests as the store can."""
+        """Remove files below this folder, in as few requests as the store can; missing ones count as removed."""
         names = [file.path.removeprefix(self.path) for file in files]
-        if names:
+        if not names:
+            return
+        try:
             self._call(lambda store, path: store.rm([f"{path}{name}" for name in names]))
+        except FileNotFoundError:  # another attempt has removed some of them
+            for file in files:
+                with suppress(FileNotFoundError):
+                    file.unlink()
 
     def _call(self, operation: Callable[[Any, str], T]) -> T:
         """Return the result of an operation of the store on this path, see `retried`."""
         store, path = self._store()
-        return retried(lambda: operation(store, path))
+        return retried(lambda: operation(store, path), self)
 
     def _store(self) -> tuple[Any, str]:
         """Return the file system, without what it remembers of earlier listings, and the path in it."""

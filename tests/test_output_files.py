@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
-from lightning_realloc.output_files import added_files, write_problem, write_text
+from lightning_realloc.output_files import added_files, append_text, write_problem, write_text
+from lightning_realloc.retries import attempts
 
 
 def test_a_folder_that_can_be_written_to_is_not_made(tmp_path: Path) -> None:
@@ -33,14 +36,14 @@ def test_a_folder_without_write_access_is_named() -> None:
 
 
 def test_a_full_disk_keeps_the_earlier_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Path, text: str, encoding: str) -> None:
+    def fail(self: Path, content: bytes) -> None:
         self.touch()
         raise OSError(28, "No space left on device")
 
     plan = ExecutionPlan.from_mapping({"calls": {"actor.train": "fsdp2@0-1"}})
     plan.save(tmp_path / "plan.yaml")
     before = (tmp_path / "plan.yaml").read_text()
-    monkeypatch.setattr(Path, "write_text", fail)
+    monkeypatch.setattr(Path, "write_bytes", fail)
     for name in ("plan.yaml", "new.yaml"):
         with pytest.raises(OSError, match="No space left"):
             plan.save(tmp_path / name, comment="another")
@@ -105,3 +108,30 @@ def test_files_that_cannot_all_be_written_change_nothing(tmp_path: Path, is_new:
         raise OSError("full")
     assert folder.exists() == (not is_new)
     assert _contents(tmp_path) == ({} if is_new else {"model/config": "old"})
+
+
+def test_text_is_appended_once_also_if_an_attempt_failed_midway(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempts, "sleep", lambda seconds: None)
+    path, opened = tmp_path / "new" / "table.csv", Path.open
+    append_text(path, "a\r\n")
+
+    def fail_midway(self: Path, mode: str = "r", **options: Any) -> Any:
+        if mode in ("ab", "wb") and failures:
+            with opened(self, mode) as file:
+                file.write(b"half a li")
+            raise failures.pop()
+        return opened(self, mode, **options)
+
+    failures = [OSError(errno.ESTALE, "Stale file handle")] * 2
+    monkeypatch.setattr(Path, "open", fail_midway)
+    append_text(path, "ü\n")
+    assert path.read_bytes() == "a\r\nü\n".encode() and not failures
+    failures = [OSError(errno.ENOSPC, "No space left on device")] * 2
+    with pytest.raises(OSError, match="No space left"):
+        append_text(path, "lost\n")
+    assert len(failures) == 1 and path.read_bytes() == "a\r\nü\n".encode()
+    failures = [OSError(errno.EIO, "Input/output error")]
+    append_text(path, "new\n", replaces=True)
+    assert path.read_text() == "new\n" and [file.name for file in path.parent.iterdir()] == ["table.csv"]

@@ -24,6 +24,7 @@ from lightning_realloc.generation.vllm.owned_folder import OwnedFolder
 from lightning_realloc.output_files import write_problem
 from lightning_realloc.remote_path import as_path as path_of
 from lightning_realloc.remote_path import files_below, is_path, local_folder, local_path, require_files
+from lightning_realloc.retries import attempts
 
 
 def test_a_file_that_is_written_row_by_row_needs_a_disk() -> None:
@@ -142,7 +143,7 @@ class ShakyStore(MemoryFileSystem):
 
 def test_operations_of_a_store_are_tried_three_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fsspec.register_implementation("shaky", ShakyStore, clobber=True)
-    monkeypatch.setattr(remote_path, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(attempts, "sleep", lambda seconds: None)
     file, local = path_of("shaky://run/file"), tmp_path / "local"
     local.write_text("sent")
     assert isinstance(file, remote_path.RemotePath)
@@ -165,7 +166,7 @@ def test_operations_of_a_store_are_tried_three_times(tmp_path: Path, monkeypatch
     # Attempts of an action and of the operations inside do not multiply.
     ShakyStore.failures = [ConnectionResetError("reset")] * 9
     with pytest.raises(ConnectionResetError):
-        remote_path.retried(lambda: file.write_bytes(b""))
+        attempts.retried(lambda: file.write_bytes(b""), file)
     assert len(ShakyStore.failures) == 9 - 3
     ShakyStore.failures = [ConnectionResetError("reset")] * 2
     file.write_bytes(b"")

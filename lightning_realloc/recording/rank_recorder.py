@@ -15,6 +15,7 @@ from lightning_realloc.recording.iteration_record import CallWaits, IterationRec
 from lightning_realloc.recording.pieces import divide_into_pieces
 from lightning_realloc.remote_output import UploadedText
 from lightning_realloc.remote_path import AnyPath, RemotePath
+from lightning_realloc.retries.attempts import retried
 from lightning_realloc.runtime.messages.flight_record import Activity, FlightRecord
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class JsonLines:
             return
         try:
             self._file.write(json.dumps(content, separators=(",", ":"), ensure_ascii=False) + "\n")
-            self._file.flush()
+            retried(self._file.flush, self._path)  # which goes on after the bytes that are written
         except OSError as error:
             log.warning("%s cannot be written (%s); this part of the record ends here", self._path, error.strerror)
             self.close()

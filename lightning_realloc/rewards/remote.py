@@ -25,9 +25,10 @@ from lightning_realloc.batch.prompt_images import PromptImages
 from lightning_realloc.batch.samples import IMAGES
 from lightning_realloc.data.images.image_files import is_pillow_image
 from lightning_realloc.errors import RewardError
+from lightning_realloc.retries.causes import RETRYABLE_STATUSES
 from lightning_realloc.rewards.failure_rule import GIVE_UP_AFTER, Failed, FailureRule, OnFailure, Outcome
 from lightning_realloc.rewards.invoke import finite_number
-from lightning_realloc.rewards.retries import RETRYABLE_STATUSES, Retries, retry_after_s
+from lightning_realloc.rewards.retries import Retries, retry_after_s
 from lightning_realloc.rewards.signatures import without_services
 from lightning_realloc.rewards.texts import HIDDEN, SECRET_SUFFIXES, shortened, shown_address
 from lightning_realloc.runtime.event_loop import EventLoop

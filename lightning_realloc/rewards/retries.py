@@ -9,9 +9,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
 from lightning_realloc.errors import RewardError
-
-RETRYABLE_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""Status codes after which a repeated request may succeed; others report an error of the request itself."""
+from lightning_realloc.retries.attempts import backoff_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +42,7 @@ class Retries:
     def wait_s(self, attempt: int, server_wait_s: float | None, rng: random.Random) -> float | None:
         """Return the seconds before the next attempt; None if there is none.
 
-        The wait is random, between half and all of the doubled value, so that clients that failed together do not retry
-        together. Source: Brooker, "Exponential backoff and jitter", AWS Architecture Blog, 2015.
+        The wait is random, so that clients that failed together do not retry together; see `backoff_s`.
 
         Args:
             attempt: Number of the last attempt, from 0.
@@ -53,8 +50,8 @@ class Retries:
         """
         if attempt >= self.count or (server_wait_s is not None and server_wait_s > self.max_wait_s):
             return None
-        doubled = min(self.first_wait_s * 2.0 ** min(attempt, 60), self.max_wait_s)
-        return max(server_wait_s or 0.0, doubled * rng.uniform(0.5, 1.0))
+        own_s = backoff_s(attempt, rng.uniform, first_wait_s=self.first_wait_s, max_wait_s=self.max_wait_s)
+        return max(server_wait_s or 0.0, own_s)
 
 
 def retry_after_s(header: str | None, now: datetime) -> float | None:

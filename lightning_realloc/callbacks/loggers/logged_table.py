@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from lightning_realloc.callbacks.loggers.sample_thumbnails import THUMBNAIL_NAMES, KeyedImages
+from lightning_realloc.output_files import append_text
 from lightning_realloc.remote_path import AnyPath, RemotePath
 
 MAX_MARKDOWN_CELL_CHARACTERS = 1000
@@ -72,9 +73,7 @@ class Table:
         if appends:
             with path.open(newline="", encoding="utf-8") as file:
                 header = _header(file)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a" if appends else "w", newline="", encoding="utf-8") as file:
-            file.write(self.to_csv(header))
+        append_text(path, self.to_csv(header), replaces=not appends)
 
     def _write_files(self, folder: AnyPath) -> None:
         if self.begins_run and folder.is_dir():
@@ -95,9 +94,7 @@ class Table:
         if isinstance(path, RemotePath):
             path.write_bytes(((path.read_text("utf-8") if appends else "") + text).encode(errors="replace"))
             return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a" if appends else "w", encoding="utf-8", errors="replace") as file:
-            file.write(text)
+        append_text(path, text, replaces=not appends)
 
     def to_csv(self, header: Sequence[str] = ()) -> str:
         """Return the rows as lines below the header of a CSV file; with a header of their own if that is empty."""

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.output_files import added_files
 from lightning_realloc.remote_path import require_files
+from lightning_realloc.retries.attempts import retried
 from lightning_realloc.runtime.model.adapter_layers import FILE_PREFIX, inject_adapters, merge_permanently, saved_names
 from lightning_realloc.runtime.model.hub_kernels import refuse_kernels
 from lightning_realloc.runtime.model.quantized import quantized_layers
@@ -64,7 +65,8 @@ def write_adapters(
     if dtype is not None:
         tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     with written_as_a_whole(folder, ADAPTER_CONFIG_FILE) as partial:
-        save_file(tensors, partial / ADAPTER_WEIGHTS_FILE, metadata={"format": "pt"})
+        file_of_weights = partial / ADAPTER_WEIGHTS_FILE
+        retried(lambda: save_file(tensors, file_of_weights, metadata={"format": "pt"}), folder)
         for file in description.iterdir():
             if file.is_file() and file.name not in _MODEL_FILES:
                 shutil.copyfile(file, partial / file.name)

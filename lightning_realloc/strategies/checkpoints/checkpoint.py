@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.remote_path import AnyPath
+from lightning_realloc.retries.attempts import retried
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.model.adapter_layers import adapter_config
 from lightning_realloc.runtime.parallel.shards import reshard
@@ -283,9 +284,14 @@ def read_meta(folder: AnyPath, *, weights_only: bool) -> dict[str, Any]:
     with name_read_errors(
         file, if_refused="if you trust this checkpoint, use ReallocStrategy(load_weights_only=False)"
     ):
-        source = file if isinstance(file, Path) else io.BytesIO(file.read_bytes())
         pickle_module: Any = None if weights_only else _Pickle
-        meta: dict[str, Any] = torch.load(source, "cpu", pickle_module, weights_only=weights_only)
+
+        def read() -> dict[str, Any]:
+            source = file if isinstance(file, Path) else io.BytesIO(file.read_bytes())
+            content: dict[str, Any] = torch.load(source, "cpu", pickle_module, weights_only=weights_only)
+            return content
+
+        meta = retried(read, file)
     if not isinstance(meta, dict):
         raise DamagedCheckpoint(f"{file} holds a {type(meta).__name__}, but Lightning's state is a dict")
     return meta

@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from lightning_realloc.errors import CheckpointError, describe_error
-from lightning_realloc.remote_path import AnyPath, RemotePath, files_below, retried
+from lightning_realloc.remote_path import AnyPath, RemotePath, files_below
+from lightning_realloc.retries.attempts import retried
 from lightning_realloc.runtime.messages.objects import broadcast_object, gather_objects
 
 log = logging.getLogger(__name__)
@@ -149,9 +150,10 @@ def read_description(folder: AnyPath) -> dict[str, Any]:
     """
     file = folder / ROLES_FILE
     with name_read_errors(file):
-        if not file.is_file():
+        text = retried(lambda: file.read_text("utf-8") if file.is_file() else None, file)
+        if text is None:
             _refuse_other(folder)
-        description: dict[str, Any] = json.loads(file.read_text("utf-8"), object_pairs_hook=_unique_keys)
+        description: dict[str, Any] = json.loads(text, object_pairs_hook=_unique_keys)
     if not isinstance(description, dict):
         raise DamagedCheckpoint(f"{file} holds a {type(description).__name__}, which describes no checkpoint")
     checksum = description.pop(_CHECKSUM, None)
@@ -202,7 +204,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _refuse_other(folder: AnyPath) -> None:
+def _refuse_other(folder: AnyPath) -> NoReturn:
     if (folder / MODELS_FOLDER).is_dir():
         raise DamagedCheckpoint(f"{folder / ROLES_FILE} is {_kind(folder / ROLES_FILE)}")
     if (folder / "config.json").is_file():
@@ -301,14 +303,18 @@ def is_complete(path: AnyPath) -> bool:
     try:
         with name_read_errors(path):
             if path.is_file():
-                with path.open("rb") as file:
-                    return zipfile.is_zipfile(file)
+                return retried(lambda: _is_archive(path), path)
         description = read_description(path)
         for name, record in description.get(_FILES, {}).items():
             _check_size(path / name, record)
     except CheckpointError:
         return False
     return True
+
+
+def _is_archive(path: AnyPath) -> bool:
+    with path.open("rb") as file:
+        return zipfile.is_zipfile(file)
 
 
 def newest_intact(folder: AnyPath, *, rank: int = 0, world_size: int = 1) -> AnyPath | None:
@@ -370,7 +376,7 @@ def age_s(path: AnyPath) -> float | None:
 
 def _record(file: AnyPath) -> dict[str, Any]:
     with name_read_errors(file):
-        return _read_record(file) if isinstance(file, Path) else retried(lambda: _read_record(file))
+        return retried(lambda: _read_record(file), file)
 
 
 def _read_record(file: AnyPath) -> dict[str, Any]:

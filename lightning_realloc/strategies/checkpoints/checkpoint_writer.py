@@ -11,16 +11,16 @@ from __future__ import annotations
 import socket
 import time
 import uuid
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from lightning_realloc.errors import CheckpointError
-from lightning_realloc.remote_path import AnyPath, RemotePath, retried
+from lightning_realloc.remote_path import AnyPath, RemotePath
+from lightning_realloc.retries.attempts import retried
 from lightning_realloc.runtime.messages.objects import broadcast_object, gather_objects, gather_on_first
 from lightning_realloc.strategies.checkpoints import hf_folder
 from lightning_realloc.strategies.checkpoints.background import BackgroundSave
@@ -31,7 +31,8 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     MODELS_FOLDER,
     run_on_first_rank,
 )
-from lightning_realloc.strategies.checkpoints.folders import LocalTarget, name_write_errors, writer_name
+from lightning_realloc.strategies.checkpoints.folders import LocalTarget, writer_name
+from lightning_realloc.strategies.checkpoints.safety.write_errors import name_write_errors
 from lightning_realloc.strategies.checkpoints.sharded_state import (
     non_finite_parameters,
     optimizer_state,
@@ -48,7 +49,6 @@ from lightning_realloc.strategies.pool.model_pool import ModelPool
 if TYPE_CHECKING:
     from lightning_realloc.strategies.checkpoints.remote.remote_target import RemoteTarget
 
-T = TypeVar("T")
 VISIBLE_WITHIN_S = 30.0
 """Seconds within which a file has to be seen by other nodes; NFS may remember for as long that it was missing."""
 _POLL_S = 0.1
@@ -163,15 +163,8 @@ class _Save:
     def begin(self, meta: dict[str, Any], models: TrainedModels, roles: list[str]) -> None:
         """Write all files but those with tensors, and describe the models. For the first rank."""
         try:
-            with (
-                name_write_errors(self._folder, needed_bytes=self._needed_bytes),
-                self._target.small_files() as partial,
-            ):
-                with (partial / META_FILE).open("wb") as stream:
-                    torch.save(meta, stream)
-                for role in roles:
-                    tokenizer = models.tokenizer if role in models.pool.changing_roles else None
-                    hf_folder.write_configs(models.pool.home(role).model, tokenizer, partial / MODELS_FOLDER / role)
+            with name_write_errors(self._folder, needed_bytes=self._needed_bytes):
+                retried(lambda: self._write_small_files(meta, models, roles), self._folder)
         except CheckpointError:
             self.discard()
             raise
@@ -183,6 +176,14 @@ class _Save:
             "roles": {role: _describe_role(models, role, saved=role in roles) for role in models.pool.roles},
         }
 
+    def _write_small_files(self, meta: dict[str, Any], models: TrainedModels, roles: list[str]) -> None:
+        with self._target.small_files() as partial:
+            with (partial / META_FILE).open("wb") as stream:
+                torch.save(meta, stream)
+            for role in roles:
+                tokenizer = models.tokenizer if role in models.pool.changing_roles else None
+                hf_folder.write_configs(models.pool.home(role).model, tokenizer, partial / MODELS_FOLDER / role)
+
     def copy_to_host(self) -> None:
         """Copy this rank's tensors, so that `write` needs neither models nor other ranks."""
         with name_write_errors(self._folder, needed_bytes=self._needed_bytes):
@@ -191,19 +192,20 @@ class _Save:
     def write(self) -> Part:
         """Write this rank's tensors."""
         with name_write_errors(self._folder, needed_bytes=self._needed_bytes):
-            regions = self._attempt(self.shards.write)
-            return Part(regions, self._target.shard_records(self._rank))
+            part = retried(self._write_part, self._folder)
+        self.shards.release_copies()
+        return part
+
+    def _write_part(self) -> Part:
+        # Also after a failed fsync, files are written anew: the system may have dropped what it could not write.
+        return Part(self.shards.write(), self._target.shard_records(self._rank))
 
     def complete(self, parts: list[Part]) -> None:
         """Describe all ranks' parts, which makes the checkpoint valid. For the first rank."""
         with name_write_errors(self._folder, needed_bytes=self._needed_bytes):
-            self._attempt(lambda: self.shards.complete([part.regions for part in parts]))
+            retried(lambda: self.shards.complete([part.regions for part in parts]), self._folder)
             records = {name: record for part in parts for name, record in part.files.items()}
             self._target.complete(self._description, records)
-
-    def _attempt(self, write: Callable[[], T]) -> T:
-        """Write files, from their beginning once more if an object store fails."""
-        return retried(write) if isinstance(self._folder, RemotePath) else write()
 
     def discard(self) -> None:
         """Remove what was written. For the first rank, when no rank writes any more."""

@@ -7,7 +7,6 @@ file system can do so. Elsewhere it takes two renames; `finish_replacement` comp
 from __future__ import annotations
 
 import ctypes
-import errno
 import logging
 import os
 import re
@@ -22,9 +21,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_realloc.errors import CheckpointError, describe_error
-from lightning_realloc.realloc.plan import format_bytes
+from lightning_realloc.errors import CheckpointError
 from lightning_realloc.remote_path import AnyPath, RemotePath, files_below
+from lightning_realloc.retries.attempts import retried
 from lightning_realloc.runtime.transfer.shared_memory import host_identity
 from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     ROLES_FILE,
@@ -53,10 +52,6 @@ More: a run that is soon restarted on another host resumes from the checkpoint b
 _PREVIOUS = ".being-replaced"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 """Constants of Linux' ``renameat2``: paths are relative to the working directory; swap both entries."""
-_STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
-"""Error numbers of a disk that is full, read-only or broken, of a quota, and of a limit on the size of files."""
-_CHANGED_BY_OTHERS = {errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST}
-"""Error numbers of files that come and go while a checkpoint is written."""
 
 
 # ---- names
@@ -185,8 +180,13 @@ class LocalTarget:
         partial = self.content
         others = [partial / name for name, path in files_below(partial).items() if path.suffix != SHARD_SUFFIX]
         sync_files(others)
-        write_description(partial, description, {**records, **file_records(partial, others)})
-        sync_files([partial / ROLES_FILE])
+        files = {**records, **file_records(partial, others)}
+
+        def describe() -> None:
+            write_description(partial, description, files)
+            sync_files([partial / ROLES_FILE])
+
+        retried(describe, partial)
         replace_folder(partial, self._folder)
 
     def discard(self) -> None:
@@ -216,10 +216,10 @@ def replace_folder(partial: Path, folder: Path) -> None:
     for below, _, _ in os.walk(partial):
         sync_folder(Path(below))
     if not os.path.lexists(folder):
-        os.rename(partial, folder)
+        _rename(partial, folder)
     elif not _exchange(partial, folder):
-        os.rename(folder, previous_path(folder))
-        os.rename(partial, folder)
+        _rename(folder, previous_path(folder))
+        _rename(partial, folder)
     sync_folder(folder.parent)
     try:
         remove(partial)  # after an exchange, the earlier checkpoint
@@ -233,6 +233,10 @@ def _remove_previous(folder: Path) -> None:
     if os.path.lexists(previous_path(folder)):
         os.rename(previous_path(folder), partial_path(folder))
         remove(partial_path(folder))
+
+
+def _rename(source: Path, target: Path) -> None:
+    retried(lambda: os.rename(source, target), target)
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -339,53 +343,3 @@ def sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-# ---- errors
-@contextmanager
-def name_write_errors(folder: AnyPath, *, needed_bytes: int) -> Iterator[None]:
-    """Convert errors from writing a checkpoint into a CheckpointError that names the cause and the disk.
-
-    Args:
-        needed_bytes: Bytes of all tensors of the checkpoint.
-
-    Raises:
-        CheckpointError: for any exception inside.
-    """
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(_describe_write_error(folder, error, needed_bytes)) from error
-
-
-def _describe_write_error(folder: AnyPath, error: BaseException, needed_bytes: int) -> str:
-    if isinstance(folder, RemotePath):
-        return f"{folder} cannot be written: {describe_error(error)}; earlier checkpoints are unchanged"
-    place = folder.absolute()
-    while not os.path.exists(place):
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    while not os.path.ismount(place):
-        place = place.parent
-    known = _os_error(error)
-    problem = f"{folder} cannot be written: {describe_error(error) if known is None else known.strerror}"
-    if free < needed_bytes or (known is not None and known.errno in _STORAGE_ERRORS):
-        problem += (
-            f"; its tensors need {format_bytes(needed_bytes)}, and the disk at {place} has {format_bytes(free)} free: "
-            f"make room there (a quota counts, too), keep fewer with ModelCheckpoint(save_top_k=...), or save to "
-            f"another disk"
-        )
-    elif known is not None and known.errno in _CHANGED_BY_OTHERS:
-        problem += "; another run seems to write to the same path: give each run a folder of its own"
-    return f"{problem}; earlier checkpoints are unchanged"
-
-
-def _os_error(error: BaseException | None) -> OSError | None:
-    """Return the operating system's error from which ``error`` follows; torch raises others after it."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno is not None:
-            return error
-        error = error.__cause__ or error.__context__
-    return None

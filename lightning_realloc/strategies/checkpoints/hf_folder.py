@@ -27,6 +27,7 @@ from lightning_realloc.errors import CheckpointError, DataError
 from lightning_realloc.output_files import set_usual_modes
 from lightning_realloc.remote_output import uploaded_folder
 from lightning_realloc.remote_path import AnyPath
+from lightning_realloc.retries.attempts import retried
 from lightning_realloc.runtime.dtypes import dtype_named
 from lightning_realloc.runtime.model.adapter_layers import adapter_config
 from lightning_realloc.runtime.model.image_inputs import placeholder_ids
@@ -195,7 +196,7 @@ def write_model(
         )
     _separate_shared_memory(model)
     with written_as_a_whole(folder, CONFIG_FILE, replaces="model*.safetensors*") as partial:
-        model.save_pretrained(partial)
+        retried(lambda: model.save_pretrained(partial), folder)
         for file in description.iterdir():
             if file.is_file() and file.name not in (CONFIG_FILE, BUFFERS_FILE, ADAPTER_CONFIG_FILE):
                 shutil.copyfile(file, partial / file.name)

@@ -7,10 +7,12 @@ be read into any other layout and any other number of ranks.
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
@@ -50,6 +52,7 @@ from lightning_realloc.errors import CheckpointError
 from lightning_realloc.layout.region import Region
 from lightning_realloc.layout.sharding import Piece
 from lightning_realloc.remote_path import AnyPath, RemotePath
+from lightning_realloc.retries.attempts import retried
 from lightning_realloc.runtime.messages.objects import gather_on_first, scatter_objects
 from lightning_realloc.runtime.transfer.point_to_point import region_view
 from lightning_realloc.strategies.checkpoints.checkpoint_files import name_read_errors, raise_on_all_ranks
@@ -135,7 +138,7 @@ class _SavePlanner(DefaultSavePlanner):
         self.held = {}
 
     def release_copies(self) -> None:
-        """Free the copies. Not before all are written: a write that failed begins again with the first one."""
+        """Free the copies."""
         self._copies = None
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
@@ -201,14 +204,13 @@ class _Reader(FileSystemReader):
                 by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         for name, items in by_file.items():
             with name_read_errors(self._folder / name):
-                super().read_data(LoadPlan(items), planner)
+                retried(partial(super().read_data, LoadPlan(items), planner), self._folder / name)
         return super().read_data(LoadPlan([]), planner)
 
     def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
-        if isinstance(self._folder, RemotePath):
-            from lightning_realloc.strategies.checkpoints.remote.remote_files import read_slice
-
-            return read_slice(file, offset=sinfo.offset, length=sinfo.length)
+        if isinstance(self._folder, RemotePath):  # torch would read it in many small requests
+            place = self._folder / sinfo.relative_path
+            return io.BytesIO(place.read_bytes(start=sinfo.offset, end=sinfo.offset + sinfo.length))
         local: IO[bytes] = super()._slice_file(file, sinfo)
         return local
 
@@ -258,10 +260,13 @@ class ShardWriter(FileSystemWriter):
         self._planner.copy_to_host(self._plan)
 
     def write(self) -> list[WrittenRegion]:
-        """Write this rank's regions, and return where they are. May be called again after an error."""
+        """Write this rank's regions, and return where they are. May be called again until `release_copies`."""
         results = super().write_data(self._plan, self._planner).value()
-        self._planner.release_copies()
         return [_written_region(each.index, each.storage_data) for each in results]
+
+    def release_copies(self) -> None:
+        """Free the copies of `copy_to_host`, once their files are on the disk."""
+        self._planner.release_copies()
 
     def complete(self, written: Iterable[Iterable[WrittenRegion]]) -> None:
         """Write ``.metadata`` from the results of `write` of all ranks. For the first rank."""

@@ -6,6 +6,7 @@ here allows only the classes that torch itself writes.
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Mapping
 from operator import add
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.layout.region import Region, tiles
 from lightning_realloc.remote_path import AnyPath
+from lightning_realloc.retries.attempts import retried
 from lightning_realloc.runtime.dtypes import dtype_named
 from lightning_realloc.strategies.checkpoints.checkpoint_files import DamagedCheckpoint, name_read_errors
 
@@ -49,8 +51,9 @@ def read_metadata(folder: AnyPath) -> Metadata:
         CheckpointError: if the file is missing or damaged, or names an unexpected class.
     """
     file = folder / METADATA_FILE
-    with name_read_errors(file), file.open("rb") as stream:
-        metadata = _MetadataUnpickler(stream, file).load()
+    with name_read_errors(file):
+        content = retried(file.read_bytes, file)
+        metadata = _MetadataUnpickler(io.BytesIO(content), file).load()
         if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
             raise DamagedCheckpoint(f"{file} holds no description of tensors; another program wrote it")
         _require_whole_tensors(file, metadata)

@@ -23,7 +23,6 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import is_complet
 from lightning_realloc.strategies.checkpoints.folders import (
     finish_replacement,
     make_partial,
-    name_write_errors,
     partial_path,
     previous_path,
     remove,
@@ -31,6 +30,7 @@ from lightning_realloc.strategies.checkpoints.folders import (
     replace_folder,
     writer_name,
 )
+from lightning_realloc.strategies.checkpoints.safety.write_errors import name_write_errors
 from tests.matrices import matrix
 from tests.strategies import runs
 from tests.strategies.checkpoints.checkpoint_runs import Part, contents, differences, run_parts, save_without_room

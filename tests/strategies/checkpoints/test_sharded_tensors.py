@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from lightning_realloc import remote_path
 from lightning_realloc.errors import CheckpointError
 from lightning_realloc.layout import ModelLayout
 from lightning_realloc.remote_path import as_path
+from lightning_realloc.retries import attempts
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.strategies.checkpoints.remote.remote_files import RemoteFiles
 from lightning_realloc.strategies.checkpoints.sharded_tensors import (
@@ -110,13 +110,13 @@ def test_copies_are_written_as_they_were(tmp_path: Path) -> None:
 
 
 def test_copies_are_written_again_after_a_lost_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_path, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(attempts, "sleep", lambda seconds: None)
     full, folder = full_tensors(odd_model()), as_path(address(tmp_path))
     writer = ShardWriter(_held(lay_out("dp1"), full, 0, empty=False), folder, files=RemoteFiles())
     writer.plan_on_all_ranks()
     writer.copy_to_host()
     monkeypatch.setattr(ObjectStore, "resets_left", 2)
-    writer.complete([remote_path.retried(writer.write)])
+    writer.complete([attempts.retried(writer.write, folder)])
     assert all(torch.equal(tensor, full[name]) for name, tensor in read_whole(folder, full).items())
 
 

@@ -5,7 +5,6 @@ Torch's own class for fsspec renames a file, and its errors leave a partial file
 
 from __future__ import annotations
 
-import io
 import os
 import zlib
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import IO, Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from lightning_realloc.remote_path import RemotePath, is_remote, retried
+from lightning_realloc.remote_path import RemotePath, is_remote
 
 
 class RemoteFiles(FileSystem):
@@ -100,13 +99,3 @@ class _CountedStream:
     def record(self) -> dict[str, Any]:
         """Return size and checksum, as `checkpoint_files.file_records` does."""
         return {"bytes": self._num_bytes, "crc32": f"{self._checksum:08x}"}
-
-
-def read_slice(stream: IO[bytes], *, offset: int, length: int) -> IO[bytes]:
-    """Return a part of a remote file in one request; torch would read it in many small ones."""
-
-    def read() -> bytes:
-        stream.seek(offset)
-        return stream.read(length)
-
-    return io.BytesIO(retried(read))

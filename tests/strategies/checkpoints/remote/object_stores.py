@@ -16,10 +16,10 @@ from typing import Any
 import fsspec
 from fsspec.spec import AbstractFileSystem
 
-from lightning_realloc import remote_path
+from lightning_realloc.retries import attempts
 
 PROTOCOL = "shelf"
-remote_path.FIRST_WAIT_S = 0.02  # this store works again when a test says so, not after a while
+attempts.FIRST_WAIT_S = 0.02  # this store works again when a test says so, not after a while
 
 
 class ObjectStore(AbstractFileSystem):
