@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 from lightning_realloc.errors import LayoutError
@@ -276,6 +277,7 @@ def share_bounds(count: int, num_shares: int, index: int) -> Interval:
     return start, start + share + (index < num_larger)
 
 
+@lru_cache(maxsize=4096)
 def group_bounds(num_groups: int, tp: int, index: int) -> Interval:
     """Return the range of groups (key-value heads) that tp rank ``index`` holds: an even share, at least one.
 
@@ -296,6 +298,7 @@ def group_ranks(num_groups: int, tp: int, index: int) -> range:
     return range(group * tp // num_groups, following * tp // num_groups)
 
 
+@lru_cache(maxsize=4096)
 def head_bounds(num_heads: int, num_groups: int, tp: int, index: int) -> Interval:
     """Return the range of query heads that tp rank ``index`` holds, all of its groups.
 

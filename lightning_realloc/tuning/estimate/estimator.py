@@ -7,9 +7,7 @@ only the protocol.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.dataflow.execution_plan import CallPlan
@@ -17,9 +15,11 @@ from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallSeconds:
-    """Seconds of one call under one `CallPlan`, on its slowest rank, by activity."""
+class CallSeconds(NamedTuple):
+    """Seconds of one call under one `CallPlan`, on its slowest rank, by activity.
+
+    A named tuple, since a search makes hundreds of thousands of them, and a frozen dataclass takes several times as long.
+    """
 
     compute: float = 0.0
     """Computation and memory traffic of the model, with kernel launches."""
@@ -39,20 +39,14 @@ class CallSeconds:
     @property
     def total(self) -> float:
         """Seconds from the start of the call to its end."""
-        return sum(_seconds(self))
+        return sum(self)
 
-    def __add__(self, other: CallSeconds) -> CallSeconds:
-        sums = map(operator.add, _seconds(self), _seconds(other))
-        return CallSeconds(**dict(zip(_FIELDS, sums, strict=True)))
+    def __add__(self, other: tuple[Any, ...]) -> CallSeconds:
+        return CallSeconds(*map(operator.add, self, other))
 
     def scaled(self, factor: float) -> CallSeconds:
         """Return every activity's seconds multiplied by ``factor``."""
-        return CallSeconds(**{name: factor * value for name, value in zip(_FIELDS, _seconds(self), strict=True)})
-
-
-# Module constants, since a search adds tens of thousands of CallSeconds.
-_FIELDS = tuple(item.name for item in fields(CallSeconds))
-_seconds: Callable[[CallSeconds], tuple[float, ...]] = operator.attrgetter(*_FIELDS)
+        return CallSeconds(*[factor * value for value in self])
 
 
 class Estimator(Protocol):

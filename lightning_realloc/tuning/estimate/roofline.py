@@ -231,11 +231,8 @@ class RooflineEstimator:
             return 0
         role = self.owner(chosen.role)
         is_home = chosen == self.dataflow.home_call(role)
-        ends = (
-            self._memory.call_memory(chosen, plan, sizes, is_home=is_home)
-            for sizes in self._elements[role].on_stages(plan.layout.dims, every=plan.pipeline_schedule != "1f1b")
-        )
-        return max(end.peak.total + end.draft_bytes for end in ends)
+        stages = self._memory.on_fullest_stages(chosen, plan, is_home=is_home)
+        return max(stage.peak.total + stage.draft_bytes for stage in stages)
 
     def slowdown(self, busy: int) -> float:
         """Return the number of busy ranks for each core, at least 1; 1 without ``cores_per_node``."""

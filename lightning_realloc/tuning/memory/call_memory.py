@@ -61,6 +61,7 @@ class CallMemory:
     """Bytes of a weight during computation: of the replica, or of FSDP2's gathered weights."""
     activation_bytes: int = field(init=False)
     """Bytes of an activation."""
+    _shape: CallShape | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         layout, settings, weight = self.plan.layout, self.settings, self._stored_bytes
@@ -70,12 +71,16 @@ class CallMemory:
         object.__setattr__(self, "is_wrapped", is_wrapped)
         object.__setattr__(self, "weight_bytes", weight)
         object.__setattr__(self, "activation_bytes", min(weight, settings.copy_bytes))
+        load = self.workload
+        shape = None if load is None else CallShape.from_plan(self.kind, self.plan, load, load.longest)
+        object.__setattr__(self, "_shape", shape)
 
     @property
     def peak(self) -> MemoryParts:
         """Bytes at the moment with the largest total."""
         moments = {"train": self._train, "infer": self._infer, "generate": self._generate}[self.kind]()
-        return max(moments, key=lambda parts: parts.total) + self._merged + MemoryParts(kv_cache=self.partners_cache)
+        most = max(moments, key=lambda parts: parts.total)
+        return most if self.kind != "generate" else most + self._merged + MemoryParts(kv_cache=self.partners_cache)
 
     @property
     def kept(self) -> MemoryParts:
@@ -138,17 +143,13 @@ class CallMemory:
         return 2 * self._tp * part if gathers else 0
 
     def _backward(self, tokens: int) -> int:
-        shape = self.role.shape
-        if shape is None:
-            return 0
-        return tokens * shape.backward_elements(self._tp) * self.activation_bytes + self._read_keys(tokens)
+        shape, keys = self.role.shape, self._read_keys(tokens)
+        return 0 if shape is None else tokens * shape.backward_elements(self._tp) * self.activation_bytes + keys
 
     def _saved(self, tokens: int) -> int:
         """Return the bytes that one block keeps for its backward pass."""
-        shape = self.role.shape
-        if shape is None:
-            return 0
-        return tokens * shape.saved_bytes(self._tp, self.activation_bytes) + self._read_keys(tokens) + self._sums
+        shape, others = self.role.shape, self._read_keys(tokens) + self._sums
+        return 0 if shape is None else tokens * shape.saved_bytes(self._tp, self.activation_bytes) + others
 
     @property
     def _sums(self) -> int:
@@ -220,11 +221,6 @@ class CallMemory:
     def _draft(self) -> DraftMemory | None:
         """Draft model of the rank, which of a pipeline's stages the last one has."""
         return self.settings.engine.draft if self._has_head else None
-
-    @property
-    def _shape(self) -> CallShape | None:
-        load = self.workload
-        return None if load is None else CallShape.from_plan(self.kind, self.plan, load, load.longest)
 
     def _micro_batches(self) -> tuple[int, int, int]:
         """Return the number of micro-batches, the rank's tokens of the largest, and those with logits."""
@@ -336,11 +332,8 @@ class CallMemory:
 
     def _train(self) -> list[MemoryParts]:
         """Return the moments of a training call's last micro-batch, when the gradients of the others exist."""
-        count, tokens, rows = self._micro_batches()
-        in_flight = passes_held(self.sizes.stage, self.sizes.dims.pp, count, vpp=self.sizes.dims.vpp)
-        images = self._images()
-        kept = math.ceil(in_flight * (self._kept_activations(tokens) + images.saved)) + self._waiting(count, tokens)
-        others, own = math.ceil(kept * (1 - 1 / max(1, in_flight))), images.saved + images.backward
+        (count, tokens, rows), images = self._micro_batches(), self._images()
+        (kept, others), own = self.held_on(self.sizes.stage), images.saved + images.backward
         master, sizes, arrived = self.settings.master_bytes, self.sizes, self._root + self._buffer(self._root)
         block, root = sizes.trained_block * self.weight_bytes, sizes.trained_root * self.weight_bytes
         shards = sizes.num_trained_sharded * master
@@ -383,15 +376,22 @@ class CallMemory:
             embedding = text * self.weight_bytes if earlier else 0
             after = max(one + images.saved, own)
             moments.append(MemoryParts(gradients=sizes.num_trained * master + embedding, activations=after))
-        return [moment + MemoryParts(activations=images.pixels) for moment in moments]
+        pixels = MemoryParts(activations=images.pixels)
+        return [moment + pixels for moment in moments] if images.pixels else moments
 
-    def _waiting(self, count: int, tokens: int) -> int:
-        """Return the bytes from which gradients of weights are computed after as many backward passes as stages."""
-        if self.plan.pipeline_schedule == "1f1b" or self.role.shape is None:
-            return 0
-        each = tokens * self.role.shape.product_elements(self._tp) * self.activation_bytes
-        waiting = passes_waiting(self.sizes.stage, count, vpp=self.sizes.dims.vpp)
-        return math.ceil(waiting * self.sizes.num_blocks * each)
+    def held_on(self, stage: int) -> tuple[int, int]:
+        """Return the bytes that a stage between the ends keeps for backward passes: of all, and of all but one.
+
+        Under ZB-H1 gradients of weights wait for as many passes as there are stages before. In training the bytes of
+        stages with equal elements differ by these two alone, and grow with them.
+        """
+        (count, tokens, _), dims, shape = self._micro_batches(), self.sizes.dims, self.role.shape
+        in_flight = passes_held(stage, dims.pp, count, vpp=dims.vpp)
+        kept = math.ceil(in_flight * (self._kept_activations(tokens) + self._images().saved))
+        if self.plan.pipeline_schedule != "1f1b" and shape is not None:
+            each = tokens * shape.product_elements(dims.tp) * self.activation_bytes
+            kept += math.ceil(passes_waiting(stage, count, vpp=dims.vpp) * self.sizes.num_blocks * each)
+        return kept, math.ceil(kept * (1 - 1 / max(1, in_flight)))
 
     def _kept_activations(self, tokens: int) -> int:
         """Return the bytes that a pass keeps on the device: of offloaded activations, those that move."""

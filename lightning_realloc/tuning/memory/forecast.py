@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from functools import cached_property
+
+import numpy as np
 
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import OPTIMIZER_SUFFIX, ExecutionPlan
@@ -22,6 +24,7 @@ from lightning_realloc.tuning.memory.call_memory import CallMemory
 from lightning_realloc.tuning.memory.memory_model import MemoryModel
 from lightning_realloc.tuning.memory.offload_schedule import OffloadSchedule
 from lightning_realloc.tuning.memory.parts import MemoryParts, MemorySettings, Workload
+from lightning_realloc.tuning.shapes.role_elements import IntArray, axis_positions
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory, sharers_of
 from lightning_realloc.tuning.shapes.traffic import staging_bytes
 
@@ -75,7 +78,7 @@ class MemoryForecast:
 
     def summary(self) -> str:
         """Return a table in MiB with the fullest rank of every phase, followed by each rank's peak."""
-        names = [item.name for item in fields(MemoryParts)]
+        names = MemoryParts._fields
         head = ["phase", "rank", "total", *(name.replace("_", " ") for name in names)]
         rows = [head]
         for phase in dict.fromkeys(entry.phase for entry in self.phases):
@@ -115,11 +118,17 @@ def forecast_memory(
     if missing := [role for role in dataflow.roles if role not in roles]:
         raise PlanError(f"role {missing[0]!r} has no model to forecast; there are {', '.join(roles) or 'none'}")
     forecaster = _Forecaster(dataflow, roles, settings, workload, plan)
-    copies = {rank: forecaster.copies(rank) for rank in ranks}
-    positions = {rank: (forecaster.position(rank), *copies[rank].values()) for rank in ranks}
-    rank_at = {position: rank for rank, position in positions.items()}
-    by_position = {position: list(forecaster.rank_phases(rank, copies[rank])) for position, rank in rank_at.items()}
-    return MemoryForecast(tuple(replace(entry, rank=rank) for rank in ranks for entry in by_position[positions[rank]]))
+    _, firsts, alike = np.unique(forecaster.places(ranks), axis=0, return_index=True, return_inverse=True)
+    by_position: dict[tuple[object, ...], list[PhaseMemory]] = {}
+    phases = []  # of the first of ranks with equal places
+    for rank in (ranks[first] for first in firsts):
+        copies = forecaster.copies(rank)
+        position = (forecaster.position(rank), *copies.values())
+        if position not in by_position:
+            by_position[position] = list(forecaster.rank_phases(rank, copies))
+        phases.append(by_position[position])
+    found = zip(ranks, (phases[number] for number in alike.reshape(-1)), strict=True)
+    return MemoryForecast(tuple(PhaseMemory(one.phase, rank, one.parts) for rank, own in found for one in own))
 
 
 _Place = tuple[str, Layout]
@@ -129,6 +138,19 @@ _Place = tuple[str, Layout]
 @dataclass(frozen=True)
 class _Forecaster(MemoryModel):
     plan: ExecutionPlan
+
+    def places(self, ranks: Sequence[int]) -> IntArray:
+        """Return the place of each rank in every layout, and the bytes that it stages: (ranks, values).
+
+        Ranks with equal values have the same shards of all homes and replicas, and so need the same bytes.
+        """
+        columns = []
+        for layout in self.plan.layouts:
+            place = np.full(max(*ranks, *layout.ranks) + 1, -1)
+            place[list(layout.ranks)] = axis_positions(layout, (*layout.stage_axes, *layout.weight_axes))
+            columns.append(place[list(ranks)])
+        columns += [np.array([staged[rank] for rank in ranks]) for staged in self._staging.values()]
+        return np.stack(columns, axis=1)
 
     def position(self, rank: int) -> tuple[int | None, ...]:
         """Return the rank's place in every layout, as far as its bytes depend on it; None outside of a layout.

@@ -33,14 +33,13 @@ def _least(model: MemoryModel, plan: ExecutionPlan, call: ModelFunctionCall) -> 
     reads_copy = layout != home or (call.kind == "generate" and model.generates_in_copy(owner, layout))
     elsewhere = _least_home(model, plan, owner, ranks, away) if reads_copy else 0
     most = 0
-    for sizes in model.elements[owner].on_stages(layout.dims, every=chosen.pipeline_schedule != "1f1b"):
-        added = model.call_memory(call, chosen, sizes, is_home=not reads_copy).peak.total
+    for memory in model.on_fullest_stages(call, chosen, is_home=not reads_copy):
         if reads_copy:
-            kept = elsewhere + _own_copy(model, owner, layout, sizes)
+            kept = elsewhere + _own_copy(model, owner, layout, memory.sizes)
         else:
             needed = {owner, owner + OPTIMIZER_SUFFIX} if call.kind == "train" else {owner}
-            kept = _home_bytes(model, owner, sizes, away - needed)
-        most = max(most, kept + added)
+            kept = _home_bytes(model, owner, memory.sizes, away - needed)
+        most = max(most, kept + memory.peak.total)
     return others + most
 
 
@@ -51,8 +50,8 @@ def _least_home(model: MemoryModel, plan: ExecutionPlan, role: str, ranks: Set[i
     home = plan.layout(model.dataflow.home_call(role).name)
     if not ranks <= set(home.ranks):
         return 0
-    stages = model.elements[role].on_stages(home.dims, every=True)
-    return min(_home_bytes(model, role, sizes, away) for sizes in stages)
+    stages = model.elements[role].equal_stages(home.dims)
+    return min(_home_bytes(model, role, sizes[0], away) for sizes in stages)
 
 
 def _home_bytes(model: MemoryModel, role: str, sizes: RankElements, away: Set[str]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -114,6 +114,22 @@ class MemoryModel:
         if not call.partners:
             return made
         return replace(made, partners_cache=sum(self._cache_of_partner(made, role) for role in call.partners))
+
+    def on_fullest_stages(self, call: ModelFunctionCall, plan: CallPlan, *, is_home: bool) -> Iterator[CallMemory]:
+        """Yield the memory of a call on the first ranks of pipeline stages, without stages that need no more than them.
+
+        Raises:
+            LayoutError: for a layout that does not fit the model.
+        """
+        elements, dims = self.elements[self.owner(str(call.role))], plan.layout.dims
+        if plan.pipeline_schedule == "1f1b":
+            yield from (self.call_memory(call, plan, sizes, is_home=is_home) for sizes in elements.on_stages(dims))
+            return
+        for stages in elements.equal_stages(dims):
+            first = self.call_memory(call, plan, stages[0], is_home=is_home)
+            held = [first.held_on(sizes.stage) for sizes in stages] if len(stages) > 1 else [(0, 0)]
+            fullest = {max(range(len(stages)), key=lambda at: held[at][kind]) for kind in range(2)}
+            yield from (replace(first, sizes=stages[at]) if at else first for at in fullest)
 
     def _cache_of_partner(self, call: CallMemory, role: str) -> int:
         """Return the bytes of keys and values of a model that answers a call's environments; none of it waits."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 from lightning_realloc.errors import PlanError
 from lightning_realloc.limits import DEFAULT_MICRO_BATCH_TOKENS
@@ -155,9 +155,11 @@ class Workload:
                 raise PlanError(f"{item.name}={getattr(self, item.name)} of a workload must be at least 1")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryParts:
-    """Bytes of one rank by purpose, at the peak of one phase."""
+class MemoryParts(NamedTuple):
+    """Bytes of one rank by purpose, at the peak of one phase.
+
+    A named tuple, since a search makes hundreds of thousands of them, and a frozen dataclass takes several times as long.
+    """
 
     weights: int = 0
     """Weights of the homes of all roles."""
@@ -183,21 +185,16 @@ class MemoryParts:
     @property
     def total(self) -> int:
         """Sum of all parts."""
-        return sum(_sizes(self))
+        return sum(self)
 
-    def __add__(self, other: MemoryParts) -> MemoryParts:
-        sums = map(operator.add, _sizes(self), _sizes(other))
-        return MemoryParts(**dict(zip(_FIELDS, sums, strict=True)))
+    def __add__(self, other: tuple[Any, ...]) -> MemoryParts:
+        return MemoryParts(*map(operator.add, self, other))
 
     def by_size(self, count: int | None = 4) -> list[tuple[str, int]]:
         """Return the largest parts as (name with spaces, bytes), largest first; None: all parts."""
-        sizes = sorted(zip(_sizes(self), _FIELDS, strict=True), reverse=True)
+        sizes = sorted(zip(self, self._fields, strict=True), reverse=True)
         return [(name.replace("_", " "), size) for size, name in sizes[:count]]
 
-
-# Module constants, since a search adds hundreds of thousands of MemoryParts.
-_FIELDS = tuple(item.name for item in fields(MemoryParts))
-_sizes: Callable[[MemoryParts], tuple[int, ...]] = operator.attrgetter(*_FIELDS)
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from lightning_realloc.dataflow.dataflow import CallKind, Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import CallPlan
+from lightning_realloc.dataflow.pipeline_schedule import ScheduleName
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelSpec
@@ -68,11 +69,12 @@ class CallOptions:
         checkpointing = self.gradient_checkpointing if kind == "train" else (False,)
         cp = layout.count(*Layout.token_axes)
         limits = (None if limit is None else max(cp * limit, self.row_tokens) for limit in self.micro_batch_tokens)
-        choices = itertools.product(dict.fromkeys(limits), checkpointing)
-        plans = tuple(CallPlan(layout, tokens, recompute) for tokens, recompute in choices)
-        if kind != "train" or layout.dims.pp == 1 or not self.delays_weight_gradients:
-            return plans
-        return (*plans, *(replace(plan, pipeline_schedule="zero_bubble") for plan in plans))
+        is_delayed = kind == "train" and layout.dims.pp > 1 and self.delays_weight_gradients
+        schedules: tuple[ScheduleName, ...] = ("1f1b", "zero_bubble") if is_delayed else ("1f1b",)
+        choices = itertools.product(schedules, dict.fromkeys(limits), checkpointing)
+        return tuple(
+            CallPlan(layout, tokens, recompute, pipeline_schedule=schedule) for schedule, tokens, recompute in choices
+        )
 
     @property
     def _slots(self) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_realloc.layout.cuts import Cut, ExpertCut
+from lightning_realloc.layout.cuts import Cut, ExpertCut, Intervals
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelLayout, ParamSpec
 from lightning_realloc.layout.sharding import LocalShard
@@ -77,21 +77,47 @@ class Shards(NamedTuple):
     """Elements of each shard."""
 
     @classmethod
-    def from_classes(cls, shards: Sequence[LocalShard], positions: IntArray) -> Shards:
-        """Number the shards, and turn their pieces into arrays.
+    def from_dims(cls, num_positions: int, dims: Sequence[tuple[DimShares, IntArray]]) -> Shards:
+        """Return the shards that the shares of all dims make up.
 
         Args:
-            shards: One shard for each class of positions; some may be equal.
-            positions: Class of each position.
+            dims: Shares of each dim, and the share of each position.
         """
-        numbers: dict[LocalShard, int] = {}
-        number = np.array([numbers.setdefault(shard, len(numbers)) for shard in shards])[positions]
-        num_pieces, num_dims = max(len(shard.pieces) for shard in numbers), len(shards[0].shape)
-        bounds = np.zeros((len(numbers), num_pieces, num_dims, 2), dtype=np.int64)
-        for row, shard in zip(bounds, numbers, strict=True):
-            for place, piece in zip(row, shard.pieces, strict=False):
-                place[:, 0], place[:, 1] = piece.region.starts, piece.region.stops
-        return cls(number, bounds, np.array([math.prod(shard.shape) for shard in numbers]))
+        place = np.zeros(num_positions, dtype=np.int64)
+        for shares, at in dims:
+            place = place * len(shares.ranges) + shares.number[at]
+        _, first, number = np.unique(place, return_index=True, return_inverse=True)
+        bounds, sizes = np.zeros((len(first), 1, 0, 2), dtype=np.int64), np.ones(len(first), dtype=np.int64)
+        for shares, at in dims:
+            ranges = shares.ranges[shares.number[at[first]]]
+            sizes *= (ranges[..., 1] - ranges[..., 0]).sum(axis=1)
+            further = np.tile(ranges, (1, bounds.shape[1], 1))[:, :, None]
+            bounds = np.concatenate((np.repeat(bounds, ranges.shape[1], axis=1), further), axis=2)
+        return cls(number, bounds, sizes)
+
+
+class DimShares(NamedTuple):
+    """Shares of one dim of a tensor."""
+
+    number: IntArray
+    """Number of each share; equal shares have the same number."""
+    ranges: IntArray
+    """First and last index plus one of each distinct share's ranges: (shares, ranges, 2); unused ones are empty."""
+
+
+@lru_cache(maxsize=1024)
+def divide_dim(size: int, cuts: tuple[Cut, ...], counts: tuple[int, ...]) -> DimShares:
+    """Return the shares of a dim after some cuts, in row-major order of the numbers of shares of each cut."""
+    held: list[Intervals] = [((0, size),)]
+    for cut, count in zip(cuts, counts, strict=True):
+        if count > 1:
+            held = [cut.split(one, count, index) for one in held for index in range(count)]
+    numbers: dict[Intervals, int] = {}
+    number = np.array([numbers.setdefault(one, len(numbers)) for one in held])
+    ranges = np.zeros((len(numbers), max(1, *map(len, numbers)), 2), dtype=np.int64)
+    for row, one in zip(ranges, numbers, strict=True):
+        row[: len(one)] = one or row[:0]
+    return DimShares(number, ranges)
 
 
 class RoleElements:
@@ -128,7 +154,8 @@ class RoleElements:
         """The model with one parameter of each family, and those with tied names."""
         self._laid = cache(self._lay_out)
         self._count = cache(self._count_rank)
-        self._fullest = cache(self._fullest_stages)
+        self._on_fullest = cache(self._count_fullest)
+        self._groups = cache(self._group_stages)
         self._shards_at = cache(self._cut_at)
         self.places = cache(self._place_stages)
         """Degrees pp and vpp -> the first place, and one past the last: (2, runs of a stage, stages, families)."""
@@ -142,28 +169,42 @@ class RoleElements:
             LayoutError: for a layout that does not fit the model, and for a rank outside of the layout.
         """
         stage, position = _place_in(layout, rank)
-        return self._count(of_one_copy(layout.dims), stage, position)
+        within = self._laid(inside(layout.dims)).layout
+        shard = sum(position // stride % degree * stride for degree, stride in within.spans(Layout.shard_axes))
+        return self._count(of_one_copy(layout.dims), stage, position - shard)  # other shards are padded to the first
 
-    def on_stages(self, dims: ParallelDims, *, every: bool = False) -> list[RankElements]:
+    def on_stages(self, dims: ParallelDims) -> list[RankElements]:
         """Return the counts of the first ranks of the stages that can need most: the others hold less, and run later.
 
         These are the first and the last stage, and those between with more blocks of a kind than earlier ones.
 
-        Args:
-            every: Return those of all stages, for schedules under which later ones may need more.
+        Raises:
+            LayoutError: for degrees that do not fit the model.
+        """
+        return self._on_fullest(of_one_copy(dims))
+
+    def equal_stages(self, dims: ParallelDims) -> list[list[RankElements]]:
+        """Return the counts of the first ranks of all stages; those between the first and the last in equal groups.
 
         Raises:
             LayoutError: for degrees that do not fit the model.
         """
-        return [
-            self._count(of_one_copy(dims), stage, 0)
-            for stage in (range(dims.pp) if every else self._fullest(dims.pp, dims.vpp))
-        ]
+        return self._groups(of_one_copy(dims))
 
     def blocks_of_stages(self, dims: ParallelDims) -> tuple[int, ...]:
         """Return the number of blocks of every pipeline stage."""
         runs = self.role.model.stage_blocks(dims.num_runs)
         return tuple(sum(map(len, runs[stage :: dims.pp])) for stage in range(dims.pp))
+
+    def _count_fullest(self, dims: ParallelDims) -> list[RankElements]:
+        return [self._count(dims, stage, 0) for stage in self._fullest_stages(dims.pp, dims.vpp)]
+
+    def _group_stages(self, dims: ParallelDims) -> list[list[RankElements]]:
+        first, *between = (self._count(dims, stage, 0) for stage in range(dims.pp))
+        last, groups = between[-1:], dict[RankElements, list[RankElements]]()
+        for sizes in between[:-1]:
+            groups.setdefault(replace(sizes, stage=0), []).append(sizes)
+        return [group for group in ([first], *groups.values(), last) if group]
 
     def _fullest_stages(self, pp: int, vpp: int) -> list[int]:
         self._laid(ParallelDims(pp=pp, vpp=vpp))  # refuses more runs than blocks
@@ -230,18 +271,21 @@ class RoleElements:
         return [self._cut_family(laid, name) for name in self._names]
 
     def _cut_family(self, laid: ModelLayout, name: str) -> Shards:
-        """Return the shards of a family; positions with equal shares along the axes of its cuts are cut once."""
-        axes = [axis for cut in laid.model.param(name).cuts for axis in cut.axes]
-        _, first, positions = np.unique(axis_positions(laid.layout, axes), return_index=True, return_inverse=True)
-        shards = [laid.shard(name, int(rank)) for rank in first]
-        return Shards.from_classes([shard for shard in shards if shard is not None], positions)
+        """Return the shards of a family; each dim is cut once, for all families with the same cuts of it."""
+        param, layout = laid.model.param(name), laid.layout
+        dims = []
+        for dim, size in enumerate(param.shape):
+            cuts = tuple(cut for cut in param.cuts if cut.dim == dim)
+            counts = tuple(layout.count(*cut.axes) for cut in cuts)
+            shares = axis_positions(layout, [axis for cut in cuts for axis in cut.axes])
+            dims.append((divide_dim(size, cuts, counts), shares))
+        return Shards.from_dims(len(layout.ranks), dims)
 
     def _count_rank(self, dims: ParallelDims, stage: int, position: int) -> RankElements:
         within = inside(dims)
         self._laid(ParallelDims(pp=dims.pp, vpp=dims.vpp))  # refuses more runs than blocks
-        longest = self._laid(within).layout.group(position, *Layout.shard_axes)[0]
-        sharded = _sizes(self._shards_at(within, longest))  # other shards are padded to it
-        whole = _sizes(self._shards_at(within, longest, True))
+        sharded = _sizes(self._shards_at(within, position))
+        whole = _sizes(self._shards_at(within, position, True))
         begin, end = self.places(dims.pp, dims.vpp)[:, :, None, stage]
         place = np.arange(len(self.counts))[:, None]
         is_held = ((begin <= place) & (place < end)).any(axis=0)

@@ -9,6 +9,7 @@ import pytest
 
 from lightning_realloc.errors import LayoutError
 from lightning_realloc.layout import Layout, ModelLayout, ModelSpec, ParamSpec, TensorParallelCut, sharded
+from lightning_realloc.layout.cuts import sharded_experts
 from lightning_realloc.tuning.shapes.role_elements import RankElements, RoleElements
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 
@@ -91,3 +92,36 @@ def test_tensors_with_the_same_shard_in_both_layouts_are_not_counted(text: str, 
         assert elements.tensors(layout, rank) == sum(sizes.values())
         left = [size for name, size in sizes.items() if laid.shard(name, rank) != there.shard(name, rank)]
         assert elements.tensors(layout, rank, unlike=unlike) == sum(left)
+
+
+@pytest.mark.parametrize(
+    "text", ["dp2", "tp3", "fsdp3.tp2", "fsdp9", "dp2.fsdp2.cp2", "fsdp4.tp2.ep2", "dp4.fsdp2.ep4"]
+)
+def test_shards_are_those_that_the_layout_cuts(text: str) -> None:
+    params = (  # of families of one, so that they come in this order
+        ParamSpec("embed", (7, 3), sharded(TensorParallelCut(0)), section="input"),
+        ParamSpec("in", (7, 2), sharded(TensorParallelCut(0)), block=0),
+        ParamSpec("out", (3, 8), sharded(TensorParallelCut(1, num_units=4)), block=0),
+        ParamSpec("keys", (6, 4), sharded(TensorParallelCut(0, num_units=2, replicate_units=True)), block=0),
+        ParamSpec("fused", (12, 2), sharded(TensorParallelCut(0, block_sizes=(8, 4))), block=0),
+        ParamSpec("experts", (4, 5, 6), sharded_experts(TensorParallelCut(2)), block=0),
+        ParamSpec("norm", (5,), sharded(), section="output"),
+    )
+    model = ModelSpec(params, num_blocks=1, ep_refusal=None)
+    layout = Layout.parse(text)
+    laid, elements = ModelLayout(model, layout), RoleElements(RoleMemory(model=model))
+    for param, shards in zip(params, elements.shards(layout.dims), strict=True):
+        cut = [shard for rank in layout.ranks if (shard := laid.shard(param.name, rank)) is not None]
+        assert len(cut) == len(layout.ranks)
+        for rank, shard in enumerate(cut):
+            number = shards.number[rank]
+            found = {tuple(map(tuple, piece)) for piece in shards.bounds[number].tolist()}
+            regions = (piece.region for piece in shard.pieces)
+            wanted = {tuple(zip(one.starts, one.stops, strict=True)) for one in regions}
+            assert {piece for piece in found if all(start < stop for start, stop in piece)} == wanted
+            assert shards.sizes[number] == math.prod(shard.shape)
+        held = [(rank, shard.pieces) for rank, shard in enumerate(cut) if shard.pieces]
+        for rank, pieces in held:
+            assert [shards.number[rank] == shards.number[other] for other, _ in held] == [
+                pieces == others for _, others in held
+            ]
