@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
 from lightning_realloc.errors import LayoutError
@@ -139,6 +140,12 @@ class ParallelDims:
         return ".".join(f"{axis}{n}" for axis, n in degrees if n > 1) or "dp1"
 
 
+@lru_cache(maxsize=256)
+def _positions(ranks: tuple[int, ...]) -> Mapping[int, int]:
+    """Return rank -> its index. A search makes thousands of layouts of the same thousands of ranks, which share it."""
+    return {rank: index for index, rank in enumerate(ranks)}
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Degrees of parallelism and the ordered ranks that fill them. The last axis varies fastest.
@@ -173,13 +180,14 @@ class Layout:
     dims: ParallelDims
     ranks: tuple[int, ...]
     """Rank at each coordinate, in row-major order over ``AXES``."""
-    _position: dict[int, int] = field(init=False, repr=False, compare=False)
+    _position: Mapping[int, int] = field(init=False, repr=False, compare=False)
+    """Rank -> its index in ``ranks``."""
     _spans: dict[str, tuple[int, int]] = field(init=False, repr=False, compare=False)
     """Axis -> degree, and distance of neighbours in ``ranks``. An entry may divide the ranks of other axes anew."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", tuple(self.ranks))
-        object.__setattr__(self, "_position", {rank: index for index, rank in enumerate(self.ranks)})
+        object.__setattr__(self, "_position", _positions(self.ranks))
         strides = (math.prod(self.dims.degrees[number + 1 :]) for number in range(len(AXES)))
         spans = dict(zip(AXES, zip(self.dims.degrees, strides, strict=True), strict=True))
         object.__setattr__(self, "_spans", spans | _expert_spans(self.dims))
@@ -243,7 +251,10 @@ class Layout:
 
     def count(self, *axes: str) -> int:
         """Return the number of ranks along ``axes``."""
-        return math.prod(degree for degree, _ in self.spans(axes))
+        number = 1
+        for degree, _ in self.spans(axes):
+            number *= degree
+        return number
 
     def spans(self, axes: Iterable[str]) -> list[tuple[int, int]]:
         """Return the degree of each axis, and the distance of its neighbours in ``ranks``."""

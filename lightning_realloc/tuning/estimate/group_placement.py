@@ -56,6 +56,8 @@ def slowest_link(groups: np.ndarray, cluster: ClusterSpec) -> LinkRates | None:
 
 
 def _widest(nodes: np.ndarray, layout: Layout, axes: Sequence[str], cluster: ClusterSpec) -> Group:
+    if layout.count(*axes) == 1:
+        return Group(1, nodes=1)
     index = first = np.arange(len(nodes))
     for degree, stride in layout.spans(axes):
         first = first - index // stride % degree * stride  # equal for the ranks of a group

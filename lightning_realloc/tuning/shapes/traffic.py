@@ -54,18 +54,21 @@ def traffic(
 ) -> Traffic:
     """Return the traffic under the planner's rules: ranks receive elements that they lack, and nodes none twice.
 
-    Only ranks of the same node are compared with each other, so that the time grows in proportion to the ranks.
+    Only ranks of the same node are compared with each other, and of nodes with equal ranks only the first is counted.
 
     Args:
         trained_only: Whether only parameters that are trained move.
     """
     counts = elements.trained_counts if trained_only else elements.counts
     before, after = _Mesh.from_layout(elements, source), _Mesh.from_layout(elements, target)
-    before_nodes, after_nodes = (mesh.ranks // cluster.devices_per_node for mesh in (before, after))
-    nodes = int(max(before_nodes.max(), after_nodes.max())) + 1
+    first_nodes, times = _distinct_nodes(before, after, cluster.devices_per_node)
+    (before, before_nodes), (after, after_nodes) = (
+        mesh.on_nodes(first_nodes, cluster.devices_per_node) for mesh in (before, after)
+    )
+    nodes = len(first_nodes)
     reader, holder = _neighbours(after_nodes, before_nodes, nodes)
     is_same = after.ranks[reader] == before.ranks[holder]
-    needed, kept, near = (np.zeros(len(target.ranks)) for _ in range(3))
+    needed, kept, near = (np.zeros(len(after.ranks)) for _ in range(3))
     ingress = np.zeros(nodes)
     num_wanted = count_between(counts, after.begin, after.end)
     num_common = _count_common(counts, after, reader, before, holder)
@@ -82,6 +85,7 @@ def traffic(
         near += found
         ingress += np.bincount(after_nodes, weights=(own - found) * first_reader, minlength=nodes)
     lacking = needed - kept
+    between = float((ingress * times).sum())
     sent = np.bincount(after_nodes, weights=near - kept, minlength=nodes)
     sources = np.bincount(before_nodes, minlength=nodes)
     targets = np.bincount(after_nodes, minlength=nodes)
@@ -90,9 +94,9 @@ def traffic(
         needed=float(needed.max()),
         sent_inside=float((sent / np.maximum(1, sources)).max()),
         received_between=float((ingress / np.maximum(1, targets)).max()),
-        sent_between=float(ingress.sum() / len(source.ranks)),
-        total_received=float(lacking.sum()),
-        total_between=float(ingress.sum()),
+        sent_between=between / len(source.ranks),
+        total_received=float((lacking * times[after_nodes]).sum()),
+        total_between=between,
     )
 
 
@@ -163,6 +167,8 @@ class _Mesh(NamedTuple):
     ranks: IntArray
     position: IntArray
     """Position of each rank within its stage and replica."""
+    place: IntArray
+    """Number of each rank's stage and position; ranks of the same place hold the same."""
     begin: IntArray
     """First place of each family in each run of blocks of each rank's stage: (runs, ranks, families)."""
     end: IntArray
@@ -174,7 +180,14 @@ class _Mesh(NamedTuple):
         ranks = np.array(layout.ranks)
         stage, position = (axis_positions(layout, axes) for axes in (layout.stage_axes, layout.weight_axes))
         begin, end = elements.places(layout.dims.pp, layout.dims.vpp)[:, :, stage]
-        return cls(ranks, position, begin, end)
+        return cls(ranks, position, stage * (position.max() + 1) + position, begin, end)
+
+    def on_nodes(self, nodes: IntArray, devices_per_node: int) -> tuple[_Mesh, IntArray]:
+        """Return the mesh of the ranks on some nodes, which ascend, and the index of each rank's node in ``nodes``."""
+        (chosen,) = np.nonzero(np.isin(self.ranks // devices_per_node, nodes))
+        ranks = self.ranks[chosen]
+        mesh = _Mesh(ranks, self.position[chosen], self.place[chosen], self.begin[:, chosen], self.end[:, chosen])
+        return mesh, np.searchsorted(nodes, ranks // devices_per_node)
 
     def is_first(self, shard: IntArray, nodes: IntArray, family: int) -> NDArray[np.bool_]:
         """Return, for each rank, whether it is the first on its node with its places and its shard of a family."""
@@ -183,6 +196,21 @@ class _Mesh(NamedTuple):
         result = np.zeros(len(self.ranks), dtype=np.bool_)
         result[first] = True
         return result
+
+
+def _distinct_nodes(before: _Mesh, after: _Mesh, devices_per_node: int) -> tuple[IntArray, IntArray]:
+    """Return the first node of each class of nodes whose devices hold the same under both layouts, and its size.
+
+    Nodes come in ascending order; those without a rank are left out.
+    """
+    most = int(max(before.ranks.max(), after.ranks.max())) // devices_per_node + 1
+    held = np.full((most, 2, devices_per_node), -1)
+    for side, mesh in enumerate((before, after)):
+        held[mesh.ranks // devices_per_node, side, mesh.ranks % devices_per_node] = mesh.place
+    (busy,) = np.nonzero(held.max(axis=(1, 2)) >= 0)
+    _, first, times = np.unique(held[busy].reshape(len(busy), -1), axis=0, return_index=True, return_counts=True)
+    order = np.argsort(first)
+    return busy[first[order]], times[order]
 
 
 def _shards(elements: RoleElements, one: Layout, other: Layout) -> Iterator[tuple[Shards, Shards]]:

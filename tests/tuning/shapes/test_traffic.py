@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +14,7 @@ from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.layout.dims import Layout, ParallelDims
 from lightning_realloc.layout.model import ModelLayout
 from lightning_realloc.realloc.planner import plan_reallocation
+from lightning_realloc.tuning.shapes import traffic as traffic_module
 from lightning_realloc.tuning.shapes.role_elements import RoleElements
 from lightning_realloc.tuning.shapes.role_memory import RoleMemory
 from lightning_realloc.tuning.shapes.traffic import count_lacking, traffic
@@ -65,6 +70,35 @@ def test_traffic_equals_the_elements_that_the_planner_moves(role: RoleMemory, so
     assert moved.total_between == plan.inter_node_bytes_minimum
     assert moved.received == max(row.received_bytes for row in rows.values())
     assert moved.needed == max(after.num_local_elements(rank) for rank in after.layout.ranks)
+
+
+@given(role=ROLES, source=layouts(), target=layouts())
+@settings(max_examples=40, deadline=None)
+def test_counting_equal_nodes_once_gives_the_traffic_of_all_nodes(
+    role: RoleMemory, source: Layout, target: Layout
+) -> None:
+    def every_node(before: Any, after: Any, devices_per_node: int) -> tuple[np.ndarray, np.ndarray]:
+        nodes = np.unique(np.concatenate((before.ranks, after.ranks)) // devices_per_node)
+        return nodes, np.ones_like(nodes)
+
+    places = RoleElements(role), fitting(role, source), fitting(role, target)
+    for per_node in (2, 3, 4, 8):  # 16 devices and more, so that ranks may leave a part of the last node free
+        cluster = ClusterSpec.parse(f"h100:{16 // per_node + 1}x{per_node}")
+        reduced = traffic(*places, cluster)
+        with mock.patch.object(traffic_module, "_distinct_nodes", every_node):
+            assert reduced == traffic(*places, cluster)
+
+
+def test_nodes_are_equal_only_if_all_their_devices_hold_the_same() -> None:
+    """One of 64 nodes has other ranks than the others, and alone receives across nodes."""
+    elements, cluster = RoleElements(DECODER), ClusterSpec.parse("h100:64x8")
+    source, target = Layout.parse("dp252@0-251"), Layout.parse("dp256@0-255")
+    last = traffic(elements, source, target, cluster)
+    assert last.total_received == 4 * elements.num_elements  # ranks 252 to 255
+    assert last.total_between == 0  # rank 251 is next to them
+    apart = traffic(elements, Layout.parse("dp248@0-247"), target, cluster)
+    assert (apart.total_received, apart.total_between) == (8 * elements.num_elements, elements.num_elements)
+    assert apart.received_between == elements.num_elements / 8
 
 
 def test_a_source_sends_the_elements_that_the_planner_assigns_to_it() -> None:
