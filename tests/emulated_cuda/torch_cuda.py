@@ -263,7 +263,7 @@ def _random_functions(generator: torch.Generator) -> dict[str, Any]:
         "get_rng_state": lambda device=None: generator.get_state(),
         "set_rng_state": lambda state, device=None: generator.set_state(state),
         "get_rng_state_all": lambda: [generator.get_state()],
-        "set_rng_state_all": lambda states: generator.set_state(states[0]),
+        "set_rng_state_all": lambda states: [generator.set_state(state) for state in states[:1]],
     }
 
 

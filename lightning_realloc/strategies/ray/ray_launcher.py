@@ -14,6 +14,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, cast
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot, _WorkerOutput
@@ -66,6 +67,7 @@ class RankWork:
     def __call__(self, context: RankContext) -> object:
         """Run the function on this rank as Lightning does under torchrun, and return rank 0's results."""
         self.state.restore()
+        torch.cuda.manual_seed_all(torch.initial_seed())
         if self.trainer is None:
             return self.function(*self.args, **self.kwargs)
         self.launcher.become_rank(context)
@@ -139,7 +141,9 @@ class RayLauncher(FullStateLauncher):
         warn_of_unused_gpus(placement)
         args, kwargs = with_last_resolved(trainer, function, args, kwargs)
         self._refuse_untrained(function, args, kwargs)
-        work = RankWork(self, function, args, kwargs, trainer, _GlobalStateSnapshot.capture())
+        state = _GlobalStateSnapshot.capture()
+        state.rng_states["torch.cuda"] = []  # ranks see other GPUs than this process, and seed their generators
+        work = RankWork(self, function, args, kwargs, trainer, state)
         self._signals = SimpleQueue()
         with signals_forwarded(self):
             try:
@@ -234,8 +238,6 @@ class RayLauncher(FullStateLauncher):
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         strategy.store = open_store(address, port, strategy._timeout, listener=context.listener)
         if strategy.root_device.type == "cuda":
-            import torch
-
             isolated = self._options.isolate_gpus
             strategy.parallel_devices = [torch.device("cuda", 0 if isolated else index) for index in range(per_node)]
 

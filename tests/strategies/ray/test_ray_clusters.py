@@ -174,6 +174,7 @@ def test_a_head_without_gpus_starts_ranks_on_gpus(spawned: dict[str, Tensor], tm
     variables = {"PYTHONPATH": os.pathsep.join([str(START_UP), str(ROOT)])}
     launcher = RayOptions(use_gpus=True, isolate_gpus=True, runtime_env={"env_vars": variables})
     assert not torch.cuda.is_available()
+    subprocess.run([sys.executable, "-c", ""], env={**os.environ, **variables}, check=True)  # builds the device once
     with ray_runs.started_cluster() as cluster:
         for last in (3, 4):
             cluster.add_node(**MACHINE, num_gpus=1, node_ip_address=f"127.0.0.{last}")
