@@ -29,7 +29,7 @@ from tests.strategies.ray import ray_runs
 from tests.strategies.ray.ray_runs import MACHINE, Devices, Fault
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'lightning-realloc[ray]'")
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).parents[3]
 ONE_CPU = {**MACHINE, "num_cpus": 1}
