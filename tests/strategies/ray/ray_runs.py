@@ -201,6 +201,7 @@ def fit(
 ) -> dict[str, Tensor]:
     """Train GRPO with a checkpoint every two iterations, and return the weights that came back."""
     folder.mkdir(exist_ok=True)
+    resumes = ckpt_path is not None
     rows = [{"prompt": f"{number} + {number} ="} for number in range(24)]
     module = runs.grpo(
         actor=tiny_model("llama", vocab_size=320), reference=tiny_model("llama", seed=1, vocab_size=320), reward=reward,
@@ -209,7 +210,7 @@ def fit(
     trainer = runs.trainer(
         strategy, devices, num_nodes=num_nodes, max_steps=NUM_ITERATIONS, max_epochs=-1, default_root_dir=folder,
         enable_checkpointing=True,
-        callbacks=[ModelCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_top_k=-1, save_last=True),
+        callbacks=[ModelCheckpoint(folder / "checkpoints", every_n_train_steps=2, save_top_k=-1, save_last=resumes),
                    Rewards(folder), *callbacks],
         **options,
     )  # fmt: skip
