@@ -89,7 +89,7 @@ $(VLLM_ENV)/.ready: Makefile
 	touch $@
 
 # Every benchmark, one after the other: some take a quarter of an hour. `make bench BENCHMARKS=reallocation` runs one.
-BENCHMARKS ?= reallocation scale checkpoints watching timeline report head set_up generation generation_cuda batch_invariant one_gpu speculative migration waiting pipeline pipeline_moves slow_links fusion everything everything_demo iteration plans staleness search large_plans real_figures real_mixtures estimator autotune adapters shared_heads experts pipeline_training long longest compiled learning trl vision learners
+BENCHMARKS ?= reallocation scale checkpoints watching timeline report head set_up generation generation_cuda batch_invariant one_gpu speculative migration waiting pipeline pipeline_moves slow_links slow_host fusion everything everything_demo iteration plans staleness search large_plans real_figures real_mixtures estimator autotune adapters shared_heads experts pipeline_training long longest compiled learning trl vision learners
 bench: $(VENV)/.ready
 	@for name in $(BENCHMARKS); do $(RUN) benchmarks.$$name || exit 1; done
 

@@ -7,7 +7,8 @@ bandwidth; torchrun starts the ranks. Checked are:
 - moving weights sends as many bytes between hosts as the plan's minimum, by the kernel's counters of the interfaces;
 - ranks of another host end within the deadline when a host is cut off, and name it; torchrun's restart goes on from the
   last checkpoint, and ends with the weights of a run without faults, bit for bit;
-- measured links have the bandwidth of the switch, and ranks that are spread unevenly are refused.
+- measured links have the bandwidth of the switch, and ranks that are spread unevenly are refused;
+- ``doctor --cluster`` names a slow host and one with few descriptors, and ranks that have not come within two minutes.
 
 Prints a line for each check, and ``checks passed: N/N`` at the end.
 """
@@ -20,7 +21,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -220,6 +221,55 @@ def check_uneven(folder: Path) -> list[str]:
         )
 
 
+def check_doctor(folder: Path) -> list[str]:
+    """Check three hosts, of which one sends slowly and one allows few open files."""
+    with Hosts(3, RATE) as hosts:
+        hosts[2].set_rate("50mbit")
+        log = examined(hosts, hosts, folder, {1: ["sh", "-c", 'ulimit -n 100; exec "$@"', "sh"]})
+    said = (
+        r"failed: descriptors: host1 allows a process 100 open files, and 3 ranks need about 140",
+        r"failed: slow host: host2 sends at 0\.00[5-7]\d* GB/s on all of its links",
+        r"\nhost2 +2 ",
+        r"\n2 faults found in",
+    )
+    return [f"{text!r} was not written, see {folder}" for text in said if not re.search(text, log)]
+
+
+def check_missing_host(folder: Path) -> list[str]:
+    """Check three hosts, of which the last one does not answer."""
+    with Hosts(3, RATE) as hosts:
+        hosts[2].set_link(up=False)
+        log = examined(hosts, hosts[:2], folder, {})
+    took = re.search(r"1 fault found in (\d+) s", log)  # without the imports, which wait for other programs
+    said = "failed: ranks: 2 of 3 have not come in 60 s, and those of host0 (rank 0), host1 (rank 1) have"
+    problems = [] if said in log else [f"the missing rank was not named, see {folder}"]
+    return problems + ([] if took and int(took[1]) < 120 else ["it did not end in two minutes"])
+
+
+def examined(
+    hosts: Sequence[Host], started: Sequence[Host], folder: Path, prefixes: Mapping[int, list[str]]
+) -> str:  # fmt: skip
+    """Run ``doctor --cluster`` with a rank on each started host, and return what they wrote.
+
+    ``prefixes``: Rank -> program that starts the check there.
+    """
+    run = Run(folder)
+    command = [sys.executable, "-m", "lightning_realloc", "doctor", "--cluster"]
+    try:
+        for rank, host in enumerate(started):
+            variables = {
+                "PYTHONPATH": str(ROOT), "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(len(hosts)),
+                "MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(PORT),
+            }  # fmt: skip
+            with (folder / f"{host.name}.log").open("a") as log:
+                run.leaders.append(host.start([*prefixes.get(rank, []), *command], log=log, variables=variables))
+            run.sessions.append(run.leaders[-1].pid)
+        wait_for(lambda: not run.is_running, START_S)
+    finally:
+        run.end()
+    return run.log()
+
+
 CHECKS: dict[str, Callable[[Path], list[str]]] = {
     "grpo over 2 hosts": lambda folder: check_equal("grpo", 2, folder),
     "grpo over 4 hosts": lambda folder: check_equal("grpo", 4, folder),
@@ -229,6 +279,8 @@ CHECKS: dict[str, Callable[[Path], list[str]]] = {
     "traffic of 4 hosts": lambda folder: check_traffic(4, folder),
     "a host is cut off": check_cut_host,
     "uneven ranks": check_uneven,
+    "doctor of 3 hosts": check_doctor,
+    "doctor without a host": check_missing_host,
 }
 
 

@@ -61,6 +61,11 @@ class Host:
         path = f"/sys/class/net/{_INTERFACE}/statistics/rx_bytes"
         return int(_run("ip", "netns", "exec", self.namespace, "cat", path))
 
+    def set_rate(self, rate: str, burst: str = "64k") -> None:
+        """Change the bandwidth at which the host sends, in `tc`'s units."""
+        limit = ("root", "tbf", "rate", rate, "burst", burst, "latency", "100ms")
+        _run("ip", "netns", "exec", self.namespace, "tc", "qdisc", "replace", "dev", _INTERFACE, *limit)
+
     def set_link(self, *, up: bool) -> None:
         """Connect or disconnect the host: the cable, not the interface, so that programs notice nothing at once."""
         _run("ip", "-n", _switch(self.namespace), "link", "set", _port(self), "up" if up else "down")
@@ -109,8 +114,7 @@ class Hosts:
         _run(*inside, "address", "add", f"{host.address}/24", "dev", _INTERFACE)
         _run(*inside, "link", "set", _INTERFACE, "up")
         _run(*inside, "link", "set", "lo", "up")
-        limit = ("root", "tbf", "rate", self.rate, "burst", self.burst, "latency", "100ms")
-        _run("ip", "netns", "exec", host.namespace, "tc", "qdisc", "add", "dev", _INTERFACE, *limit)
+        host.set_rate(self.rate, self.burst)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
