@@ -18,7 +18,7 @@ from lightning_realloc.layout.dims import Layout
 class CallSeconds(NamedTuple):
     """Seconds of one call under one `CallPlan`, on its slowest rank, by activity.
 
-    A named tuple, since a search makes hundreds of thousands of them, and a frozen dataclass takes several times as long.
+    A named tuple: a search makes hundreds of thousands of them, and a frozen dataclass takes several times as long.
     """
 
     compute: float = 0.0

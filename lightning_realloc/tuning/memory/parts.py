@@ -158,7 +158,7 @@ class Workload:
 class MemoryParts(NamedTuple):
     """Bytes of one rank by purpose, at the peak of one phase.
 
-    A named tuple, since a search makes hundreds of thousands of them, and a frozen dataclass takes several times as long.
+    A named tuple: a search makes hundreds of thousands of them, and a frozen dataclass takes several times as long.
     """
 
     weights: int = 0
