@@ -66,6 +66,10 @@ class CheckpointError(ReallocError, ValueError):
     """Checkpoint that does not belong to this run."""
 
 
+class UnwrittenCheckpoint(CheckpointError):
+    """Save that a disk or an object store ended; earlier checkpoints are unchanged."""
+
+
 class ConfigError(ReallocError, ValueError):
     """Setting of the trainer or the strategy that cannot work."""
 

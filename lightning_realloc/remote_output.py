@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
-from lightning_realloc.errors import CheckpointError, ConfigError, ReallocError, describe_error
+from lightning_realloc.errors import CheckpointError, ConfigError, ReallocError, UnwrittenCheckpoint, describe_error
 from lightning_realloc.output_files import write_problem
 from lightning_realloc.remote_path import AnyPath, RemotePath, files_below
 from lightning_realloc.retries.attempts import TRIES
@@ -66,7 +66,7 @@ def _upload(source: Path, target: RemotePath, *, last: str, replaces: str) -> No
     except Exception as error:  # stores raise errors of any class
         with suppress(Exception):
             target.remove_below([path for path in target.files() if path in new.values()])
-        raise CheckpointError(
+        raise UnwrittenCheckpoint(
             f"{target} cannot be written: {describe_error(error)}; no model is left there, write it again or "
             f"give another address"
         ) from error

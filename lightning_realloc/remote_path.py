@@ -116,7 +116,7 @@ class RemotePath:
     def files(self) -> list[RemotePath]:
         """Return all files below this folder, in order; none if it does not exist."""
         own = self._store()[1]
-        found = self._call(lambda store, path: store.find(path))
+        found = self._call(_find_files)
         return [self / str(PurePosixPath(one).relative_to(own)) for one in sorted(found)]
 
     def _info(self) -> dict[str, Any] | None:
@@ -151,6 +151,14 @@ class RemotePath:
         """Write the content of a local file, which may be larger than memory."""
         self._call(lambda store, path: store.put_file(str(file), path))
 
+    def copy_from(self, other: RemotePath) -> None:
+        """Write the content of another file of this store, which the store copies by itself.
+
+        Raises:
+            NotImplementedError: if it cannot.
+        """
+        self._call(lambda store, path: store.cp_file(_open_store(other)[1], path))
+
     def unlink(self) -> None:
         """Remove the file; also if an attempt that seemed to fail has removed it.
 
@@ -182,12 +190,16 @@ class RemotePath:
 
     def remove_below(self, files: Sequence[RemotePath]) -> None:
         """Remove files below this folder, in as few requests as the store can; missing ones count as removed."""
+        from fsspec.spec import AbstractFileSystem
+
         names = [file.path.removeprefix(self.path) for file in files]
         if not names:
             return
         try:
+            if type(self._store()[0]).rm is AbstractFileSystem.rm:  # one request for each file
+                raise FileNotFoundError
             self._call(lambda store, path: store.rm([f"{path}{name}" for name in names]))
-        except FileNotFoundError:  # another attempt has removed some of them
+        except FileNotFoundError:  # or another attempt has removed some of them
             for file in files:
                 with suppress(FileNotFoundError):
                     file.unlink()
@@ -207,6 +219,26 @@ class RemotePath:
 AnyPath = Path | RemotePath
 """Local path, or address in an object store."""
 LocalPath = TypeVar("LocalPath", bound=str | Path)
+
+
+class RetriedStore:
+    """File system of fsspec whose operations are tried again, see `retried`; for code that calls it directly.
+
+    Args:
+        store: The file system, or another one of this class.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store: Any = store._store if isinstance(store, RetriedStore) else store
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # also while a copy is made
+            raise AttributeError(name)
+        value = getattr(self._store, name)
+        if not callable(value):
+            return value
+        place = f"{self._store.protocol}{_SEPARATOR}"
+        return lambda *args, **options: retried(lambda: value(*args, **options), place)
 
 
 def expand_home(path: LocalPath) -> LocalPath:
@@ -317,6 +349,21 @@ def local_path(path: str | os.PathLike[str], setting: str) -> Path:
 def local_folder(path: str | os.PathLike[str]) -> Path:
     """Return a folder for small files of a run: the folder itself, or the working directory for an address."""
     return Path.cwd() if is_remote(path) else expand_home(Path(path))
+
+
+def _find_files(store: Any, path: str) -> list[str]:
+    """Return all files below a path. fsspec's own search takes a folder that it failed to list for an empty one."""
+    from fsspec.asyn import AsyncFileSystem
+    from fsspec.spec import AbstractFileSystem
+
+    is_async = isinstance(store, AsyncFileSystem)
+    own = type(store)._find if is_async else type(store).find
+    is_own = own is (AsyncFileSystem._find if is_async else AbstractFileSystem.find)
+    try:
+        found: list[str] = store.find(path, on_error="raise") if is_own else store.find(path)
+    except FileNotFoundError:
+        return []
+    return found
 
 
 def _open_store(place: RemotePath) -> tuple[Any, str]:

@@ -114,12 +114,12 @@ class SaveHuggingFace(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Write after every ``every_n_steps`` iterations."""
         if self.every_n_steps is not None and trainer.global_step % self.every_n_steps == 0:
-            self._write(trainer, pl_module, self.dirpath / f"step-{trainer.global_step}")
+            self._write_step(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write after every ``every_n_epochs`` epochs."""
         if self.every_n_epochs is not None and (trainer.current_epoch + 1) % self.every_n_epochs == 0:
-            self._write(trainer, pl_module, self.dirpath / f"step-{trainer.global_step}")
+            self._write_step(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the final weights, and upload them if a repository is given."""
@@ -179,6 +179,11 @@ class SaveHuggingFace(Callback):
         at_steps = self.every_n_steps is not None or self.every_n_epochs is not None
         is_of_step = theirs.parent == mine and theirs.name.startswith("step-")
         return (self.at_end and theirs == mine) or (at_steps and is_of_step)
+
+    def _write_step(self, trainer: Trainer, module: LightningModule) -> None:
+        folder = self.dirpath / f"step-{trainer.global_step}"
+        with run_view(trainer).failed_saves.tolerated(folder, trainer, is_checkpoint=False):
+            self._write(trainer, module, folder)
 
     def _write(self, trainer: Trainer, module: LightningModule, folder: AnyPath) -> None:
         run, role = run_view(trainer), self._role_of(trainer)

@@ -15,6 +15,7 @@ from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.remote_path import AnyPath
 from lightning_realloc.runtime.measure.link_table import LinkTable
 from lightning_realloc.strategies.calls.call_runner import CallRunner
+from lightning_realloc.strategies.checkpoints.safety.failed_saves import FailedSaves
 from lightning_realloc.strategies.measure.profiling import Profile
 from lightning_realloc.strategies.pool.builder import PlanSource
 from lightning_realloc.strategies.pool.model_pool import ModelPool
@@ -32,6 +33,7 @@ class RunView(Protocol):
     max_staleness: int
     generation_chunks: int
     links: LinkTable | None
+    failed_saves: FailedSaves
 
     @property
     def dataflow(self) -> Dataflow | None: ...

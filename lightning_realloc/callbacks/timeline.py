@@ -31,6 +31,7 @@ from lightning_realloc.recording.events import (
     PlanPredicted,
     RunEnded,
     RunStarted,
+    SaveFailed,
     Validated,
     event_to_json,
 )
@@ -122,7 +123,7 @@ class Timeline(PhaseCallback):
         self._plan: Any = None
         self._baseline_bytes: int | None = None
         """Memory before the models are built, which predictions leave out."""
-        self._num_iterations = self._num_under_plan = 0
+        self._num_iterations = self._num_under_plan = self._num_failed_saves = 0
         self._logs_images = False
         self._output = LoggerOutput()
         self._link_watch: LinkWatch | None = None
@@ -209,6 +210,7 @@ class Timeline(PhaseCallback):
         energy_j = None if self._energy is None else self._energy.take()
         made = self._recorder.end_iteration(trainer.global_step, is_detailed=detailed, energy_j=energy_j)
         self._num_iterations += 1
+        self._write_failed_saves(trainer)
         if has_image:
             self._log_image(trainer, made.pieces or ())
         self._write_metrics(trainer, lambda name: not name.startswith((*HELD_OUT, "test/")))
@@ -304,6 +306,12 @@ class Timeline(PhaseCallback):
                 lines.write(made.to_json())
             lines.close()
 
+    def _write_failed_saves(self, trainer: Trainer) -> None:
+        saves = run_view(trainer).failed_saves.saves
+        for one in saves[self._num_failed_saves :]:
+            self._write(SaveFailed(**one._asdict()))
+        self._num_failed_saves = len(saves)
+
     def _write(self, event: Event) -> None:
         if self._events is not None:
             self._events.write(event_to_json(event))
@@ -311,6 +319,7 @@ class Timeline(PhaseCallback):
     def _end(self, trainer: Trainer, error: str | None) -> None:
         if self._recorder is None:
             return
+        self._write_failed_saves(trainer)
         self._write(RunEnded(unix_s=self._now(), step=trainer.global_step, error=error))
         self._recorder.close()
         for file in (self._events, self._metrics):

@@ -165,22 +165,13 @@ def read_command_line(name: str, arguments: Sequence[str], *, precision: Callabl
     short, settings = split_arguments(arguments)
     flags = short_parser(name).parse(short)
     _check(name, flags)
-    # A link would point to a checkpoint that is still being written.
-    links_last = not any(_names(setting, "async_checkpoints") for setting in settings)
     data = None if flags.data is None else data_setting(flags.data, flags.split, flags.config_name)
     agent = {} if COMMANDS[name].num_responses is None else agent_settings(flags)
-    config = configuration(name, flags, data, precision(), agent=agent, links_last=links_last)
+    config = configuration(name, flags, data, precision(), agent=agent)
     if COMMANDS[name].role == "actor":
         config["trainer"]["callbacks"] += evaluation_settings(flags, partial(_held_out, config_name=flags.config_name))
     path = None if flags.save_config is None else expand_home(Path(flags.save_config))
     return ShortRun(("fit", "--config", json.dumps(config), *settings), path)
-
-
-def _names(argument: str, setting: str) -> bool:
-    """Return whether an argument of ``fit``, or the YAML file that it gives, names a setting."""
-    file = expand_home(Path(argument.rpartition("=")[2]))
-    is_file = file.suffix in (".yaml", ".yml") and file.is_file()
-    return setting in (file.read_text(encoding="utf-8", errors="replace") if is_file else argument)
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -207,7 +198,6 @@ def configuration(
     precision: str | None,
     *,
     agent: Mapping[str, Any] | None = None,
-    links_last: bool = True,
 ) -> dict[str, Any]:
     """Return the nested settings of ``fit`` for a command's flags. Pure.
 
@@ -217,7 +207,6 @@ def configuration(
         data: The data module's ``data``; None leaves it out.
         precision: The Trainer's precision; None leaves it out.
         agent: Settings of the algorithm for tools and environments.
-        links_last: Whether ``last.ckpt`` is a link to the newest checkpoint; otherwise it is a copy.
     """
     command = COMMANDS[name]
     generates = command.num_responses is not None
@@ -243,13 +232,13 @@ def configuration(
             "target_modules": "all-linear",
         }
     return {
-        "trainer": _trainer(flags, precision, generates=generates, links_last=links_last),
+        "trainer": _trainer(flags, precision, generates=generates),
         "model": {"class_path": command.algorithm, "init_args": model},
         "data": {"class_path": command.data_module, "init_args": rows},
     }
 
 
-def _trainer(flags: argparse.Namespace, precision: str | None, *, generates: bool, links_last: bool) -> dict[str, Any]:
+def _trainer(flags: argparse.Namespace, precision: str | None, *, generates: bool) -> dict[str, Any]:
     """Return the Trainer's settings: length, precision, log with a record, checkpoints, and the model at the end."""
     output = expand_home(Path(flags.output))
     table = {"every_n_steps": STEPS_PER_TABLE, "path": str(output / "rollouts.csv")}  # also without a logger
@@ -270,7 +259,7 @@ def _trainer(flags: argparse.Namespace, precision: str | None, *, generates: boo
                 "init_args": {
                     "dirpath": str(output / "checkpoints"),
                     "every_n_train_steps": every,
-                    "save_last": "link" if links_last else True,
+                    "save_last": True,  # a link
                     "save_on_exception": True,
                     "enable_version_counter": False,
                 },

@@ -89,6 +89,18 @@ class Validated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFailed:
+    """A checkpoint or model that could not be written, after which training went on."""
+
+    step: int
+    """Iterations done before."""
+    path: str
+    """Its path or address."""
+    error: str
+    """Message of the error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunEnded:
     """The end of a fit."""
 
@@ -99,12 +111,13 @@ class RunEnded:
     """Error that ended it; None if it ended as planned."""
 
 
-Event = RunStarted | PlanInstalled | PlanPredicted | Validated | RunEnded
+Event = RunStarted | PlanInstalled | PlanPredicted | Validated | SaveFailed | RunEnded
 _NAMES: Mapping[str, type[Event]] = {
     "started": RunStarted,
     "plan": PlanInstalled,
     "prediction": PlanPredicted,
     "validation": Validated,
+    "failed save": SaveFailed,
     "ended": RunEnded,
 }
 

@@ -32,6 +32,7 @@ from lightning_realloc.setting_hints import STRATEGY_HINTS, suggest_settings
 from lightning_realloc.strategies.calls.call_runner import CallRunner
 from lightning_realloc.strategies.calls.overlap import OverlapOptions
 from lightning_realloc.strategies.calls.step_metrics import log_results
+from lightning_realloc.strategies.checkpoints.safety.failed_saves import SaveErrorAction
 from lightning_realloc.strategies.lightning.data_parallel import DataParallelStrategy
 from lightning_realloc.strategies.lightning.failures import dismiss_observer
 from lightning_realloc.strategies.lightning.launch_options import Launcher, LaunchOptions
@@ -44,7 +45,7 @@ from lightning_realloc.strategies.pool.model_pool import ModelPool
 from lightning_realloc.strategies.pool.pool_options import RunFacts
 from lightning_realloc.strategies.pool.precision import refuse_precision
 from lightning_realloc.strategies.pool.weight_averages import WeightAverages
-from lightning_realloc.strategies.role_checkpoints import RoleCheckpoints
+from lightning_realloc.strategies.role_checkpoints import RoleCheckpoints, SaveOptions
 from lightning_realloc.strategies.run_summary import log_summary, warn_of_earlier_checkpoint
 from lightning_realloc.tuning.candidates import PlanEvaluator
 from lightning_realloc.tuning.memory.parts import parse_bytes
@@ -69,12 +70,11 @@ class ReallocStrategy(DataParallelStrategy):
         max_staleness: 0 learns from responses of the policy as it is. 1 generates the next batch while the last one is
             trained on, on ranks of its own if the plan gives it some; responses then come from the policy before that
             step (arXiv:2410.18252), which losses that weigh by the probability at rollout account for. k lets k batches
-            wait. From 2 on, ranks that only generate take newer weights between two tokens, as they arrive.
+            wait; from 2 on, ranks that only generate take newer weights between two tokens.
         replay_versions: Folder ``weight_versions`` of an earlier run: weights arrive after the same tokens as there.
         generation_chunks: Chunks in which a generating rank sends its samples to inference on other ranks, which then
-            runs during the rest of the generation. Losses change by rounding alone. 1 sends all samples at the end.
-            With ``sample_reallocation``, a rank without samples also infers on those that finished there. More than 1
-            goes with neither ``overlap="none"`` nor ``max_staleness``, which run nothing next to it.
+            runs during the rest of the generation. Losses change by rounding alone. With ``sample_reallocation``, a
+            rank without samples also infers on those that finished there. 1 with ``overlap="none"``, ``max_staleness``.
         cluster: Nodes, devices and memory; by default what this machine shows.
         memory_per_device: What a plan may need of one device, as a number of bytes or as in ``"24GiB"``; by default
             what the cluster's devices have. A plan that needs more is refused before models are built.
@@ -84,12 +84,12 @@ class ReallocStrategy(DataParallelStrategy):
         save_frozen_roles: Also write roles that are never trained into checkpoints.
         load_weights_only: Refuse checkpoints that hold more than plain data, which could run code. False also reads
             hyperparameters and callbacks' state of any class; only for checkpoints that you trust.
-        stall_timeout: Seconds by which a call may exceed the longest so far before a waiting rank logs for whom it
-            waits, and where that rank is; None: never.
+        stall_timeout: Seconds over the longest call so far, after which a waiting rank logs the late one; None: never.
         on_stall: ``"warn"`` goes on waiting after the message; ``"end"`` writes the rank's flight record and ends the
             process with exit code 124; in the set-up and the first call of a name, after half an hour.
         async_checkpoints: Write checkpoints of an algorithm while ``fit`` goes on, from a copy of this rank's part in
             host memory. The next save and the end of ``fit`` wait for the files and raise their error.
+        on_save_error: ``"raise"`` ends the run if a checkpoint cannot be written; ``"warn"`` names it and trains on.
         process_group_backend: By default nccl on CUDA, gloo elsewhere.
         timeout: Of every collective.
     """
@@ -122,6 +122,7 @@ class ReallocStrategy(DataParallelStrategy):
         stall_timeout: float | None = 60.0,
         on_stall: StallAction = "warn",
         async_checkpoints: bool = False,
+        on_save_error: SaveErrorAction = "raise",
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -130,6 +131,7 @@ class ReallocStrategy(DataParallelStrategy):
             cluster=cluster,
             launch=LaunchOptions(launcher=launcher, max_failures=max_failures, plan=source, cluster=cluster),
             load_weights_only=load_weights_only,
+            on_save_error=on_save_error,
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
@@ -151,9 +153,8 @@ class ReallocStrategy(DataParallelStrategy):
             on_stall=on_stall,
         )
         self._placed = PlacedRoles(self._optimizer_hooks, self.stop, options)
-        self._checkpoints = RoleCheckpoints(
-            self._placed, self._optimizer_hooks, save_frozen_roles=save_frozen_roles, in_background=async_checkpoints
-        )
+        saving = SaveOptions(save_frozen_roles=save_frozen_roles, in_background=async_checkpoints)
+        self._checkpoints = RoleCheckpoints(self._placed, self._optimizer_hooks, self.failed_saves, saving)
         self._collection = InfrequentCollection()
         self.max_staleness = max_staleness
         """Training steps by which generation may run ahead of training."""

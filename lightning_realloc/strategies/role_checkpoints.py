@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.remote_output import require_writable
-from lightning_realloc.remote_path import RemotePath, as_path
+from lightning_realloc.remote_path import AnyPath, RemotePath, RetriedStore, as_path, is_remote
 from lightning_realloc.runtime.messages.objects import broadcast_object, gather_on_first
 from lightning_realloc.strategies.checkpoints import hf_folder
 from lightning_realloc.strategies.checkpoints.background import BackgroundSave
@@ -39,6 +40,9 @@ from lightning_realloc.strategies.checkpoints.folders import finish_replacement,
 from lightning_realloc.strategies.checkpoints.gather import gather_weights
 from lightning_realloc.strategies.checkpoints.model_card import make_model_card
 from lightning_realloc.strategies.checkpoints.optimizer_settings import follow_given_rates, stored_settings
+from lightning_realloc.strategies.checkpoints.safety.failed_saves import FailedSaves
+from lightning_realloc.strategies.checkpoints.safety.last_pointer import LatestSave, point_to, pointed_checkpoint
+from lightning_realloc.strategies.checkpoints.safety.write_errors import name_write_errors
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
 from lightning_realloc.strategies.placed_roles import PlacedRoles
 
@@ -52,17 +56,28 @@ STALL_WARNING_S = 60.0
 """Seconds of waiting for other ranks after which a rank warns. Ranks may be a whole training call apart."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """Settings of saves; `ReallocStrategy` documents them."""
+
+    save_frozen_roles: bool
+    in_background: bool
+    """``async_checkpoints``."""
+
+
 class RoleCheckpoints:
     """Saves, resumes and exports the models of a pool; `ReallocStrategy` documents the settings."""
 
     def __init__(
-        self, placed: PlacedRoles, optimizers: LightningOptimizers, *, save_frozen_roles: bool, in_background: bool
+        self, placed: PlacedRoles, optimizers: LightningOptimizers, failed_saves: FailedSaves, options: SaveOptions
     ) -> None:
         self._placed = placed
         self._optimizers = optimizers
-        self._save_frozen_roles = save_frozen_roles
-        self._in_background = in_background
+        self._save_frozen_roles = options.save_frozen_roles
+        self._in_background = options.in_background
         self._background = BackgroundSave()
+        self._latest = LatestSave()
+        self._failed = failed_saves
 
     def module_state(self) -> dict[str, Any]:
         """Return the part of the module's state that rank 0 writes; see `unsharded_state`. Collective."""
@@ -111,23 +126,46 @@ class RoleCheckpoints:
             checkpoint[RANDOM_STATES] = gather_on_first(random_state(placed.facts.device))
             if waiting := placed.runner.waiting_state():
                 checkpoint[WAITING_BATCHES] = waiting
-        folder, models = as_path(broadcast_object(str(filepath), 0)), self._trained_models()
+        folder = as_path(broadcast_object(str(filepath), 0))
+        same = self._latest.same_as(folder, checkpoint, placed.module.trainer)
+        if (same := broadcast_object(None if same is None else str(same), 0)) is not None:
+            with self._failed.tolerated(folder, placed.module.trainer):
+                self._point(folder, as_path(same))
+            return
+        models = self._trained_models()
         if "optimizer_states" in checkpoint and placed.pool.dataflow.trained_roles and not models.optimizers:
             rank_zero_warn(
                 f"no run can be resumed from {folder}: it holds only weights, since trainer.fit has not trained the "
                 f"current ones; to resume later, save after fit, before evaluating another model or with ckpt_path="
             )
-        self._background.finish()
-        state = placed.module.trainer.state
+        self.finish_saving()
+        self._latest.forget()
+        self._failed.keep(folder)
+        with self._failed.tolerated(folder, placed.module.trainer):
+            write_checkpoint(
+                folder,
+                checkpoint,
+                models,
+                include_frozen=self._save_frozen_roles,
+                background=self._background if self._writes_in_background else None,
+            )
+            self._latest.remember(folder, checkpoint)
+        if placed.facts.rank == 0:
+            self._background.after_completion(self._remove_replaced)
+
+    @property
+    def _writes_in_background(self) -> bool:
         # A save after fit, or because of an exception, may be the last thing that the process does.
-        is_training = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
-        write_checkpoint(
-            folder,
-            checkpoint,
-            models,
-            include_frozen=self._save_frozen_roles,
-            background=self._background if self._in_background and is_training else None,
-        )
+        state = self._placed.module.trainer.state
+        return self._in_background and state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+
+    def _point(self, last: AnyPath, checkpoint: AnyPath) -> None:
+        """Point ``last`` to a checkpoint that holds the same state. Collective over all ranks."""
+        if not self._writes_in_background:
+            self.finish_saving()
+            run_on_first_rank(lambda: point_to(last, checkpoint))
+        elif self._placed.facts.rank == 0:
+            self._background.after_completion(lambda: point_to(last, checkpoint))
 
     def check_callbacks(self) -> None:
         """Refuse callbacks whose checkpoints cannot be written. Collective over all ranks.
@@ -144,6 +182,10 @@ class RoleCheckpoints:
             )
         folders = [path for callback in callbacks if (path := getattr(callback, "dirpath", None)) is not None]
 
+        for callback in callbacks:
+            if is_remote(getattr(callback, "dirpath", None)) and hasattr(callback, "_fs"):
+                callback._fs = RetriedStore(callback._fs)
+
         def check() -> None:
             for folder in folders:
                 require_writable(as_path(folder), prefix="ModelCheckpoint: ")
@@ -152,7 +194,10 @@ class RoleCheckpoints:
 
     def finish_saving(self) -> None:
         """Wait for the checkpoint that is written in the background; see `BackgroundSave.finish`. Collective."""
-        self._background.finish()
+        if self._background.has_begun:
+            latest, trainer = self._latest, self._placed.module.trainer
+            with self._failed.tolerated(latest.path, trainer, step=latest.step):
+                self._background.finish()
 
     def close(self) -> None:
         """Wait for the checkpoint that is written in the background, after a failure."""
@@ -161,7 +206,11 @@ class RoleCheckpoints:
     def remove(self, filepath: str | Path) -> None:
         """Remove a checkpoint, once the one that replaces it is complete; see `remove_checkpoint`."""
         if self._placed.facts.rank == 0:
-            self._background.after_completion(lambda: remove_checkpoint(as_path(filepath)))
+            self._failed.postpone_removal(as_path(filepath))
+            self._background.after_completion(self._remove_replaced)
+
+    def _remove_replaced(self) -> None:
+        self._failed.remove_replaced(remove_checkpoint)
 
     def load(self, checkpoint_path: str | Path, *, weights_only: bool) -> dict[str, Any]:
         """Read a checkpoint into the sharded roles, in place. It may have another layout and number of ranks.
@@ -171,11 +220,17 @@ class RoleCheckpoints:
         """
         placed, trainer = self._placed, self._placed.module.trainer
         placed.bring_back()
-        self._background.finish()
+        self.finish_saving()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         found = as_path(checkpoint_path)
-        if is_fitting and placed.facts.rank == 0 and isinstance(found, Path):
-            found = finish_replacement(found)
+
+        def find() -> None:
+            nonlocal found
+            if is_fitting and isinstance(found, Path):
+                found = finish_replacement(found)
+            found = pointed_checkpoint(found)
+
+        run_on_first_rank(find)
         folder = as_path(broadcast_object(str(found), 0))
         averaged = frozenset[str]()
         if not is_fitting:
@@ -207,11 +262,15 @@ class RoleCheckpoints:
                 require_finite_weights(pool, role, place)
             weights = self.full_weights(role, names)
             pool.sync_biases()
-        run_on_first_rank(
-            lambda: hf_folder.write_running_model(
-                pool.home(role).model, weights, models.tokenizer, place, role=role, dtype=parsed, merge=merge
-            )
-        )
+
+        def write() -> None:
+            with name_write_errors(place):
+                model = pool.home(role).model
+                hf_folder.write_running_model(
+                    model, weights, models.tokenizer, place, role=role, dtype=parsed, merge=merge
+                )
+
+        run_on_first_rank(write)
 
     def check_huggingface(self, role: str, *, dtype: str | torch.dtype | None) -> None:
         """Raise the errors that `save_huggingface` would raise before it gathers anything."""

@@ -94,26 +94,6 @@ def test_settings_of_fit_follow_the_configuration_in_their_order() -> None:
     assert list(run.fit_arguments[3:]) == settings
 
 
-@pytest.mark.parametrize(
-    ("given", "save_last"),
-    [
-        ([], "link"),
-        (["--trainer.strategy.async_checkpoints", "true"], True),
-        (["--config", "own.yaml"], True),
-        (["--config=own.yaml"], True),
-        (["--trainer.strategy", "own.yaml"], True),
-    ],
-)
-def test_the_last_checkpoint_is_a_link_unless_it_is_written_in_the_background(
-    given: list[str], save_last: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("own.yaml").write_text("trainer: {strategy: {class_path: realloc, init_args: {async_checkpoints: true}}}")
-    run = read_command_line("sft", ["--model", "M", "--data", __file__, *given], precision=lambda: None)
-    callbacks = json.loads(run.fit_arguments[2])["trainer"]["callbacks"]
-    assert callbacks[0]["init_args"]["save_last"] == save_last
-
-
 def test_a_negative_number_is_the_value_of_the_flag_before_it() -> None:
     assert split_arguments(["--data.seed", "-1", "--n", "-.5"]) == (["--n", "-.5"], ["--data.seed", "-1"])
 

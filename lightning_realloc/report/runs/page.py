@@ -17,7 +17,7 @@ from importlib import resources
 from typing import Any
 
 from lightning_realloc.errors import ConfigError
-from lightning_realloc.recording.events import RunEnded
+from lightning_realloc.recording.events import RunEnded, SaveFailed
 from lightning_realloc.report.runs.charts import Json, section
 from lightning_realloc.report.runs.comparison import comparison_section, differences_section
 from lightning_realloc.report.runs.run_folder import BROKEN_CONTENT, RunFolder
@@ -109,6 +109,10 @@ def _facts(run: RunFolder) -> list[list[str]]:
         ["weights", ", ".join(f"{role} {count:,}" for role, count in last.started.roles.items())],
         ["log", str(run.log_folder)],
     ]
+    missing = [event for one in run.record.sessions for event in one.events if isinstance(event, SaveFailed)]
+    if missing:
+        lines = (f"{one.path} (step {one.step}): {one.error}" for one in missing)
+        facts.append(["missing checkpoints", "; ".join(lines)])
     if len(run.record.sessions) > 1:
         steps = ", ".join(str(session.started.step) for session in run.record.sessions[1:])
         facts.append(["sessions", f"{len(run.record.sessions)}, continued after iteration {steps}"])

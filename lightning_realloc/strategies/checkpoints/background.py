@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from lightning_realloc.errors import CheckpointError
@@ -65,6 +65,11 @@ class BackgroundSave:
         self._thread = threading.Thread(target=self._run, args=(save, keys, rank), name="checkpoint", daemon=True)
         self._thread.start()
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a save that `finish` has not waited for."""
+        return self._thread is not None
+
     def finish(self) -> None:
         """Wait until the save under way is complete. Collective over all ranks.
 
@@ -92,13 +97,15 @@ class BackgroundSave:
             self._problem = None
 
     def after_completion(self, action: Callable[[], None]) -> None:
-        """Run an action once the save under way is complete, or now without one. It is dropped if the save fails."""
+        """Run an action once the save under way is complete, or now without one. It is dropped if the save fails.
+
+        A CheckpointError of the action is raised by `finish`, if there was a save.
+        """
         with self._lock:
             if self._is_writing:
                 self._actions.append(action)
                 return
-        if self._problem is None:
-            action()
+        self._act([action])
 
     def _run(self, save: Save, keys: list[str], rank: int) -> None:
         part: Any
@@ -120,8 +127,14 @@ class BackgroundSave:
         with self._lock:
             self._is_writing = False
             actions, self._actions = self._actions, []
+        self._act(actions)
+
+    def _act(self, actions: Sequence[Callable[[], None]]) -> None:
         for action in actions if self._problem is None else ():
-            action()
+            try:
+                action()
+            except CheckpointError as error:
+                self._problem = error
 
     def _complete(self, save: Save, parts: list[Any]) -> None:
         try:

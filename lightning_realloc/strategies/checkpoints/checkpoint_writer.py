@@ -11,14 +11,15 @@ from __future__ import annotations
 import socket
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from lightning_realloc.errors import CheckpointError
+from lightning_realloc.errors import CheckpointError, UnwrittenCheckpoint
 from lightning_realloc.remote_path import AnyPath, RemotePath
 from lightning_realloc.retries.attempts import retried
 from lightning_realloc.runtime.messages.objects import broadcast_object, gather_objects, gather_on_first
@@ -73,8 +74,9 @@ def write_checkpoint(
         background: Writes copies of the tensors after this function has returned. None writes them here.
 
     Raises:
-        CheckpointError: on every rank, if trained weights are not finite, ``folder`` holds something else, or a rank
-            cannot write. An earlier checkpoint at ``folder`` then stays unchanged.
+        CheckpointError: on every rank, if trained weights are not finite, or ``folder`` holds something else. An
+            earlier checkpoint at ``folder`` then stays unchanged.
+        UnwrittenCheckpoint: the same, if a rank cannot write.
     """
     for role in models.pool.changing_roles:
         require_finite_weights(models.pool, role, folder)
@@ -84,9 +86,10 @@ def write_checkpoint(
     save = _Save(folder, target, models.facts.rank, _state(meta, models, roles, include_frozen=include_frozen))
     run_on_first_rank(lambda: save.begin(meta, models, roles))
     try:
-        with models.raising_together(folder):
+        with _raising_as_unwritten(), models.raising_together(folder):
             _wait_for_file(target.content, META_FILE, models.facts.rank)
-        save.shards.plan_on_all_ranks()
+        with _raising_as_unwritten():
+            save.shards.plan_on_all_ranks()
         if background is not None:
             with models.raising_together(folder):
                 save.copy_to_host()
@@ -100,6 +103,15 @@ def write_checkpoint(
         if models.facts.rank == 0:
             save.discard()
         raise
+
+
+@contextmanager
+def _raising_as_unwritten() -> Iterator[None]:
+    """Raise any CheckpointError inside as an UnwrittenCheckpoint."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise UnwrittenCheckpoint(str(error)) from error
 
 
 def require_finite_weights(pool: ModelPool, role: str, folder: AnyPath) -> None:

@@ -22,6 +22,7 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     read_description,
 )
 from lightning_realloc.strategies.checkpoints.model_card import ModelCard
+from lightning_realloc.strategies.checkpoints.safety.last_pointer import pointed_checkpoint
 from lightning_realloc.strategies.checkpoints.sharded_state import optimizer_key, weight_key
 from lightning_realloc.strategies.checkpoints.stored_metadata import stored_tensors
 from lightning_realloc.strategies.pool.weight_averages import AVERAGE
@@ -58,7 +59,7 @@ def export_checkpoint(
         CheckpointError: if ``checkpoint`` is not a checkpoint or is damaged, has no weights or averages of the role,
             or ``folder`` holds other files or cannot be written.
     """
-    source, target = as_path(checkpoint), as_path(folder)
+    source, target = pointed_checkpoint(as_path(checkpoint)), as_path(folder)
     with raise_on_all_ranks(source):
         kind = hf_folder.parse_dtype(dtype)
         description = read_description(source)

@@ -283,8 +283,8 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def remove_checkpoint(path: AnyPath) -> None:
-    """Remove a checkpoint, or a link to one.
+def remove_checkpoint(path: AnyPath) -> bool:
+    """Remove a checkpoint, or a link to one; return False if the disk or store failed.
 
     Keeps, with a warning, anything that is not a checkpoint, and a complete checkpoint if all newer ones next to it are
     incomplete: it is the one to resume from.
@@ -292,34 +292,40 @@ def remove_checkpoint(path: AnyPath) -> None:
     if isinstance(path, RemotePath):
         from lightning_realloc.strategies.checkpoints.remote.remote_target import remove_remote_checkpoint
 
-        remove_remote_checkpoint(path)
-        return
+        return remove_remote_checkpoint(path)
     if path.is_symlink():
         path.unlink()
-        return
+        return True
     if not is_checkpoint(path):
         if os.path.lexists(path):
             log.warning("%s is not a checkpoint of several models, and is not removed", path)
-        return
+        return True
     age = age_s(path / ROLES_FILE) or 0.0
     newer = [other for other in siblings(path) if (age_s(other / ROLES_FILE) or 0.0) >= age]
     if newer and is_complete(path) and not any(map(is_complete, newer)):
         log.warning("%s is not removed, since %s is newer but incomplete", path, newer[0])
-        return
+        return True
     partial = partial_path(path)
     try:
-        _point_links_elsewhere(path)
+        point_links_elsewhere(path, siblings(path))
         remove(partial)
         os.rename(path, partial)
         remove(partial)
     except OSError as error:
         log.warning("%s was not removed: %s", path, error)
+        return False
+    return True
 
 
-def _point_links_elsewhere(path: Path) -> None:
-    """Point links to a checkpoint, such as ``last.ckpt``, at the newest other one: a kill may follow its removal."""
+def point_links_elsewhere(path: Path, found: Iterable[AnyPath]) -> None:
+    """Point links to a checkpoint, such as ``last.ckpt``, at the newest other one: a kill may follow its removal.
+
+    Args:
+        found: The checkpoints next to it, newest first.
+    """
     links = [entry for entry in path.parent.iterdir() if entry.is_symlink() and entry.resolve() == path.resolve()]
-    others = [other.name for other in siblings(path) if is_complete(other)] if links else []
+    real = (one for one in found if one.name != path.name and not one.is_symlink()) if links else ()
+    others = [one.name for one in real if is_complete(one)]
     for link in links if others else ():
         changed = partial_path(link)
         changed.unlink(missing_ok=True)

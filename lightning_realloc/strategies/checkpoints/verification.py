@@ -26,6 +26,7 @@ from lightning_realloc.strategies.checkpoints.checkpoint_files import (
     read_description,
 )
 from lightning_realloc.strategies.checkpoints.folders import is_partial
+from lightning_realloc.strategies.checkpoints.safety.last_pointer import pointed_checkpoint
 from lightning_realloc.strategies.checkpoints.sharded_state import weight_key
 from lightning_realloc.strategies.checkpoints.stored_metadata import require_listed, stored_tensors
 
@@ -76,6 +77,7 @@ def verify_checkpoint(path: AnyPath) -> str:
     """
     if isinstance(path, Path) and path.is_file():
         return _verify_file(path)
+    path = pointed_checkpoint(path)
     description = read_description(path)
     if not has_checksums(description):
         raise CheckpointError(f"{path} has no checksums, since an earlier version wrote it; it cannot be verified")

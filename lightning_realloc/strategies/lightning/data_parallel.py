@@ -40,6 +40,8 @@ from lightning_realloc.runtime.messages.failure_store import explain_broken_conn
 from lightning_realloc.runtime.messages.objects import broadcast_object
 from lightning_realloc.runtime.parallel.mesh import forget_groups
 from lightning_realloc.seeds import global_seed
+from lightning_realloc.strategies.checkpoints.safety.failed_saves import FailedSaves, SaveErrorAction
+from lightning_realloc.strategies.checkpoints.safety.last_pointer import LatestSave
 from lightning_realloc.strategies.lightning import failures
 from lightning_realloc.strategies.lightning.file_checkpoints import CheckpointedStrategy
 from lightning_realloc.strategies.lightning.launch_options import LaunchOptions, RemoteGPUs, make_launcher
@@ -78,6 +80,7 @@ class DataParallelStrategy(CheckpointedStrategy):
         cluster: ClusterSpec | str | None,
         launch: LaunchOptions,
         load_weights_only: bool,
+        on_save_error: SaveErrorAction,
         process_group_backend: str | None,
         timeout: timedelta | None,
     ) -> None:
@@ -85,6 +88,8 @@ class DataParallelStrategy(CheckpointedStrategy):
         self._cluster = ClusterSpec.parse(cluster) if isinstance(cluster, str) else cluster
         self._launch = launch
         self._load_weights_only = load_weights_only
+        self.failed_saves = FailedSaves(on_save_error)
+        self._latest_file = LatestSave()
         self._sync_blocked = False
         self.stop = StopRequest()
         """Request to end the run, set by SIGTERM, Ctrl-C and Slurm's signal."""

@@ -8,12 +8,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch.optim import Optimizer
 
 from lightning_realloc.errors import CheckpointError
-from lightning_realloc.remote_path import as_path, is_remote
+from lightning_realloc.remote_path import AnyPath, as_path, is_remote
+from lightning_realloc.retries.attempts import retried
 from lightning_realloc.strategies.checkpoints.checkpoint import refuse_folder
+from lightning_realloc.strategies.checkpoints.checkpoint_files import checkpoint_files_in, run_on_first_rank
+from lightning_realloc.strategies.checkpoints.folders import point_links_elsewhere
+from lightning_realloc.strategies.checkpoints.safety.failed_saves import FailedSaves
+from lightning_realloc.strategies.checkpoints.safety.last_pointer import LatestSave, repeat_file
+from lightning_realloc.strategies.checkpoints.safety.write_errors import name_write_errors
 
 
 class CheckpointHooks(Protocol):
@@ -31,6 +38,9 @@ class CheckpointHooks(Protocol):
 class CheckpointedStrategy(ModelParallelStrategy):
     """Lightning's model-parallel strategy, which checkpoints whole models as its other strategies do: in one file."""
 
+    failed_saves: FailedSaves
+    """Saves of this run that could not be written."""
+    _latest_file: LatestSave
     _load_weights_only: bool
     """Refuse checkpoints that hold more than plain data, which could run code."""
     on_checkpoint: Callable[[str], object] | None = None
@@ -77,16 +87,40 @@ class CheckpointedStrategy(ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
         """Write a checkpoint. Collective over all ranks."""
         if self._roles is None:
-            Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+            run_on_first_rank(lambda: self._save_file(checkpoint, as_path(filepath), storage_options))
         else:
             self._roles.save(checkpoint, filepath, storage_options)
         if self.on_checkpoint is not None and self.global_rank == 0:
             self.on_checkpoint(str(filepath) if is_remote(filepath) else os.path.abspath(filepath))
 
+    def _save_file(self, checkpoint: dict[str, Any], path: AnyPath, storage_options: object) -> None:
+        module: Any = self.lightning_module
+        latest, trainer = self._latest_file, module.trainer
+        other = latest.same_as(path, checkpoint, trainer) if type(self.checkpoint_io) is TorchCheckpointIO else None
+        if other is not None and repeat_file(path, other):
+            return
+        latest.forget()
+        self.failed_saves.keep(path)
+        with self.failed_saves.tolerated(path, trainer), name_write_errors(path):
+            retried(lambda: Strategy.save_checkpoint(self, checkpoint, str(path), storage_options), path)
+            latest.remember(path, checkpoint)
+        self._remove_replaced_files()
+
+    def _remove_replaced_files(self) -> None:
+        def remove(path: AnyPath) -> bool:
+            if isinstance(path, Path):
+                point_links_elsewhere(path, checkpoint_files_in(path.parent))
+            self.checkpoint_io.remove_checkpoint(str(path))
+            return True
+
+        self.failed_saves.remove_replaced(remove)
+
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint on rank 0, once the one that replaces it is complete; keep folders of other things."""
         if self._roles is None:
-            super().remove_checkpoint(filepath)
+            if self.is_global_zero:
+                self.failed_saves.postpone_removal(as_path(filepath))
+                self._remove_replaced_files()
         else:
             self._roles.remove(filepath)
 
@@ -102,7 +136,11 @@ class CheckpointedStrategy(ModelParallelStrategy):
             return self._roles.load(checkpoint_path, weights_only=weights_only)
         path = as_path(checkpoint_path)
         refuse_folder(path)
-        return self.checkpoint_io.load_checkpoint(str(path), weights_only=weights_only)
+        if not path.exists():
+            raise CheckpointError(
+                f"there is no checkpoint {path}; correct ckpt_path, or leave it out to start from the beginning"
+            )
+        return retried(lambda: self.checkpoint_io.load_checkpoint(str(path), weights_only=weights_only), path)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the state that is not sharded; `load_checkpoint` has filled sharded roles."""

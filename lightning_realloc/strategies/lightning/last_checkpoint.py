@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 
-from lightning_realloc.remote_path import AnyPath, as_path, is_remote
-from lightning_realloc.strategies.checkpoints.checkpoint_files import age_s, checkpoint_files_in, checkpoints_in
+from lightning_realloc.errors import CheckpointError, describe_error
+from lightning_realloc.remote_path import AnyPath, RemotePath, as_path, is_remote
+from lightning_realloc.retries.causes import way_out
+from lightning_realloc.strategies.checkpoints.checkpoint_files import FILE_SUFFIX, ROLES_FILE
 
 
 class InProcessLauncher(_Launcher):
@@ -52,15 +55,24 @@ def resolve_last(trainer: Trainer, ckpt_path: str | None) -> str | None:
     """Return the address of the newest ``last`` checkpoint for ``"last"``, and any other path as it is.
 
     ``"last"`` stays for local folders, and where there is no complete one.
+
+    Raises:
+        CheckpointError: if a store cannot be read. The run would start from step 0, and replace its checkpoints.
     """
     if ckpt_path != "last":
         return ckpt_path
-    newest = max(_last_checkpoints(trainer), key=lambda path: age_s(path) or 0.0, default=None)
-    return ckpt_path if newest is None else str(newest)
+    try:
+        newest = max(_last_checkpoints(trainer), default=None)
+    except Exception as error:  # stores raise errors of any class
+        raise CheckpointError(
+            f"ckpt_path='last' is not known, since the store cannot be read: {describe_error(error)}; "
+            f"{way_out(error) or 'start again when it answers'}, or leave ckpt_path out to start from the beginning"
+        ) from error
+    return ckpt_path if newest is None else str(newest[1])
 
 
-def _last_checkpoints(trainer: Trainer) -> Iterator[AnyPath]:
-    """Yield the ``last`` checkpoints, folders and files, at the address of every callback that saves to one."""
+def _last_checkpoints(trainer: Trainer) -> Iterator[tuple[float, AnyPath]]:
+    """Yield age and path of the ``last`` checkpoints, folders and files, at every callback's address."""
     for callback in trainer.checkpoint_callbacks:
         name = callback.CHECKPOINT_NAME_LAST if isinstance(callback, ModelCheckpoint) else None
         folder = getattr(callback, "dirpath", None)
@@ -70,5 +82,17 @@ def _last_checkpoints(trainer: Trainer) -> Iterator[AnyPath]:
             continue
         if name is None:  # OnExceptionCheckpoint, which has one path
             name = as_path(getattr(callback, "ckpt_path", "")).name
-        found = (*checkpoints_in(as_path(folder)), *checkpoint_files_in(as_path(folder)))
-        yield from (path for path in found if name and path.name.startswith(name))
+        if name:
+            yield from _checkpoints_named(name, as_path(folder))
+
+
+def _checkpoints_named(name: str, folder: AnyPath) -> Iterator[tuple[float, AnyPath]]:
+    assert isinstance(folder, RemotePath), "Lightning finds those in local folders"
+    try:
+        found = [path for path in folder.iterdir() if path.name.startswith(name)]
+    except FileNotFoundError:  # nothing has been saved
+        return
+    for path in found:
+        marker = path if path.suffix == FILE_SUFFIX and path.is_file() else path / ROLES_FILE
+        with suppress(FileNotFoundError):  # of an unfinished save
+            yield marker.modified_s(), path

@@ -95,17 +95,22 @@ def remove_saves(folder: RemotePath, *, keep: str) -> None:
     folder.remove_below([folder / name for name in stale])
 
 
-def remove_remote_checkpoint(folder: RemotePath) -> None:
+def remove_remote_checkpoint(folder: RemotePath) -> bool:
     """Remove a checkpoint, ``realloc.json`` first, so that a half-removed one is no checkpoint.
+
+    Returns False if the store failed; the rest of a half-removed one is removed another time.
 
     Keeps, with a warning, anything that is not a checkpoint.
     """
     try:
-        if not is_checkpoint(folder):
-            if folder.exists():
-                log.warning("%s is not a checkpoint of several models, and is not removed", folder)
-            return
-        (folder / ROLES_FILE).unlink()
-        folder.remove_below(folder.files())
+        found = files_below(folder)
+        if ROLES_FILE in found:
+            (folder / ROLES_FILE).unlink()
+        elif not all(map(_SAVE.fullmatch, found)):
+            log.warning("%s is not a checkpoint of several models, and is not removed", folder)
+            return True
+        folder.remove_below([folder / name for name in found if name != ROLES_FILE])
     except Exception as error:  # stores raise errors of any class
         log.warning("%s was not removed: %s: %s", folder, type(error).__name__, error)
+        return False
+    return True

@@ -7,20 +7,19 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pickle import PicklingError
 
-from lightning_realloc.errors import CheckpointError, describe_error
+from lightning_realloc.errors import CheckpointError, UnwrittenCheckpoint, describe_error
 from lightning_realloc.realloc.plan import format_bytes
 from lightning_realloc.remote_path import AnyPath, RemotePath
 from lightning_realloc.retries.causes import error_number, way_out
+from lightning_realloc.strategies.checkpoints.checkpoint_files import DamagedCheckpoint
 
 _STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO}
 """Error numbers of a disk that is full, read-only or broken, of a quota, and of a limit on the size of files."""
+_MISTAKES = (TypeError, AttributeError, ValueError, LookupError, NotImplementedError, ImportError, PicklingError)
 _CHANGED_BY_OTHERS = {errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST}
 """Error numbers of files that come and go while a checkpoint is written."""
-
-
-class UnwrittenCheckpoint(CheckpointError):
-    """A save that a disk or an object store ended. Earlier checkpoints are unchanged."""
 
 
 @contextmanager
@@ -31,14 +30,18 @@ def name_write_errors(folder: AnyPath, *, needed_bytes: int = 0) -> Iterator[Non
         needed_bytes: Bytes of all tensors of the checkpoint; 0 if they are not known.
 
     Raises:
-        UnwrittenCheckpoint: for any exception inside but a CheckpointError, which is raised as it is.
+        UnwrittenCheckpoint: for an error of a disk or store.
+        CheckpointError: for an error that another save would meet, such as of an object that cannot be pickled.
     """
     try:
         yield
+    except DamagedCheckpoint as error:
+        raise UnwrittenCheckpoint(f"{error}; earlier checkpoints are unchanged") from error
     except CheckpointError:
         raise
     except Exception as error:
-        raise UnwrittenCheckpoint(_describe_write_error(folder, error, needed_bytes)) from error
+        kind = CheckpointError if isinstance(error, _MISTAKES) else UnwrittenCheckpoint
+        raise kind(_describe_write_error(folder, error, needed_bytes)) from error
 
 
 def _describe_write_error(folder: AnyPath, error: BaseException, needed_bytes: int) -> str:

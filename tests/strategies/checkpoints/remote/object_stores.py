@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import io
 import os
+import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -33,25 +34,32 @@ class ObjectStore(AbstractFileSystem):
     """Writes of this process whose connection is lost before one succeeds."""
     reads_left: int | None = None
     """Files that this process may still open to read; None: all."""
+    faults: Faults | None = None
+    """Failures of this process's calls; None: none."""
     num_written = 0
     """Objects that this process has written."""
 
     def info(self, path: str, **options: Any) -> dict[str, Any]:
         """Return the type and size of an object, or of a folder that holds one."""
-        place = Path(self._strip_protocol(path))
+        _meet_faults("info", path)
+        return self._described(Path(self._strip_protocol(path)))
+
+    def _described(self, place: Path) -> dict[str, Any]:
         if place.is_file():
             return {"name": str(place), "size": place.stat().st_size, "type": "file"}
         if any(one.is_file() for one in place.rglob("*")):
             return {"name": str(place), "size": 0, "type": "directory"}
-        raise FileNotFoundError(path)
+        raise FileNotFoundError(place)
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
         """Return what lies in a folder."""
-        found = [self.info(str(one)) for one in Path(self._strip_protocol(path)).iterdir() if self._has_files(one)]
+        _meet_faults("ls", path)
+        found = [self._described(one) for one in Path(self._strip_protocol(path)).iterdir() if self._has_files(one)]
         return found if detail else [one["name"] for one in found]
 
     def modified(self, path: str) -> datetime:
         """Return when an object was written."""
+        _meet_faults("modified", path)
         return datetime.fromtimestamp(Path(self._strip_protocol(path)).stat().st_mtime, UTC)
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
@@ -62,6 +70,7 @@ class ObjectStore(AbstractFileSystem):
 
     def rm_file(self, path: str) -> None:
         """Remove an object."""
+        _meet_faults("rm_file", path)
         Path(self._strip_protocol(path)).unlink()
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
@@ -72,6 +81,7 @@ class ObjectStore(AbstractFileSystem):
         raise NotImplementedError("an object store renames nothing")
 
     def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        _meet_faults("open", path)
         if mode == "rb":
             if self.reads_left is not None:
                 type(self).reads_left = self.reads_left - 1
@@ -82,6 +92,57 @@ class ObjectStore(AbstractFileSystem):
 
     def _has_files(self, place: Path) -> bool:
         return place.is_file() or any(one.is_file() for one in place.rglob("*"))
+
+
+class Faults:
+    """Failures of a store, on a clock of its own, which passes while `attempts.retried` waits.
+
+    Args:
+        fails: Whether a call fails, given its name, its path and the seconds.
+    """
+
+    def __init__(self, fails: Callable[[str, str, float], bool]) -> None:
+        self.fails = fails
+        self.now_s = 0.0
+        self.waits_s: list[float] = []
+        self.num_calls = self.num_failed = 0
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass, in place of `time.sleep`."""
+        self.now_s += seconds
+        self.waits_s.append(seconds)
+
+
+def each_once() -> Faults:
+    """Return faults of the first call of each name with each path."""
+    seen: set[tuple[str, str]] = set()
+
+    def fails(name: str, path: str, now_s: float) -> bool:
+        is_first = (name, path) not in seen
+        seen.add((name, path))
+        return is_first
+
+    return Faults(fails)
+
+
+def one_in_ten(seed: int) -> Faults:
+    """Return faults of a tenth of all calls."""
+    rng = random.Random(seed)
+    return Faults(lambda name, path, now_s: rng.random() < 0.1)
+
+
+def between(start_s: float, end_s: float) -> Faults:
+    """Return faults of all calls in a span of time."""
+    return Faults(lambda name, path, now_s: start_s <= now_s < end_s)
+
+
+def _meet_faults(name: str, path: str) -> None:
+    """Count a call; raise ConnectionResetError if it fails."""
+    if (faults := ObjectStore.faults) is not None:
+        faults.num_calls += 1
+        if faults.fails(name, path, faults.now_s):
+            faults.num_failed += 1
+            raise ConnectionResetError(f"the store has reset the connection in {name}")
 
 
 def _take_room(num_bytes: int) -> None:
@@ -110,6 +171,11 @@ class _Upload(io.BytesIO):
     def close(self) -> None:
         """Make the object visible, in one step."""
         if not self.closed:
+            try:
+                _meet_faults("close", str(self._path))
+            except ConnectionResetError:
+                super().close()
+                raise
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(delete=False) as file:
                 file.write(self.getvalue())
