@@ -1,7 +1,7 @@
 """Lightning strategy that owns every model of an algorithm, and runs each call in the plan's layout.
 
 ``Trainer(strategy="realloc")`` runs a LightningModule that declares a dataflow (see ``algorithms.base.module``) call by
-call. It trains any other LightningModule data-parallel. ``docs/internals/lightning.md`` lists the overridden members.
+call, and trains any other data-parallel. ``docs/internals/lightning.md`` lists the overridden members.
 """
 
 from __future__ import annotations
@@ -76,19 +76,18 @@ class ReallocStrategy(DataParallelStrategy):
             runs during the rest of the generation. Losses change by rounding alone. With ``sample_reallocation``, a
             rank without samples also infers on those that finished there. 1 with ``overlap="none"``, ``max_staleness``.
         cluster: Nodes, devices and memory; by default what this machine shows.
-        memory_per_device: What a plan may need of one device, as a number of bytes or as in ``"24GiB"``; by default
-            what the cluster's devices have. A plan that needs more is refused before models are built.
+        memory_per_device: Bytes that a plan may need of a device, as ``"24GiB"``; by default all. Others are refused.
         tp_plans: Role -> tensor-parallel styles by module pattern, for models that bring none.
         launcher: ``"popen"`` re-runs the script; ``"spawn"``, ``"fork"``: in notebooks; ``"ray"``, `RayOptions`: Ray.
         max_failures: Lost ranks or machines after which ``"ray"`` starts the run again from its last checkpoint.
         save_frozen_roles: Also write roles that are never trained into checkpoints.
-        load_weights_only: Refuse checkpoints that hold more than plain data, which could run code. False also reads
-            hyperparameters and callbacks' state of any class; only for checkpoints that you trust.
+        load_weights_only: Refuse checkpoints with more than plain data, which could run code. False reads any class;
+            only for checkpoints that you trust.
         stall_timeout: Seconds over the longest call so far, after which a waiting rank logs the late one; None: never.
-        on_stall: ``"warn"`` goes on waiting after the message; ``"end"`` writes the rank's flight record and ends the
-            process with exit code 124; in the set-up and the first call of a name, after half an hour.
-        async_checkpoints: Write checkpoints of an algorithm while ``fit`` goes on, from a copy of this rank's part in
-            host memory. The next save and the end of ``fit`` wait for the files and raise their error.
+        on_stall: ``"warn"`` goes on waiting; ``"end"`` writes the rank's flight record and ends the process with exit
+            code 124; in the set-up and the first call of a name, after half an hour.
+        async_checkpoints: Write checkpoints of an algorithm while ``fit`` goes on, from a copy in host memory. The next
+            save and the end of ``fit`` wait for the files and raise their error.
         on_save_error: ``"raise"`` ends the run if a checkpoint cannot be written; ``"warn"`` names it and trains on.
         process_group_backend: By default nccl on CUDA, gloo elsewhere.
         timeout: Of every collective.

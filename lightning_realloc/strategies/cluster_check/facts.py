@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import resource
 import shutil
 import socket
 import struct
@@ -17,6 +16,7 @@ import torch
 
 from lightning_realloc.runtime.measure.nodes import RankHost
 from lightning_realloc.strategies.cluster_check.launch import Launch
+from lightning_realloc.strategies.lightning.process_group import max_open_files
 
 _SIOCGIFADDR = 0x8915
 """Linux's request for an interface's address."""
@@ -45,7 +45,7 @@ class RankFacts:
     folder: str
     """The working directory."""
     max_descriptors: int
-    """Descriptors that the process may have (``ulimit -n``)."""
+    """Open files that the process may have (``ulimit -Hn``)."""
     driver: str | None
     """Version of NVIDIA's driver."""
 
@@ -65,7 +65,7 @@ class RankFacts:
             shared_bytes=shutil.disk_usage(shared).free if shared.is_dir() else None,
             disk_bytes=shutil.disk_usage(folder).free,
             folder=str(folder),
-            max_descriptors=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            max_descriptors=max_open_files(),
             driver=_driver_version(),
         )
 

@@ -13,6 +13,7 @@ from lightning_realloc.layout import format_ranks
 from lightning_realloc.runtime.measure.link_table import LinkTable
 from lightning_realloc.runtime.measure.nodes import node_problem, version_difference
 from lightning_realloc.strategies.cluster_check.facts import RankFacts
+from lightning_realloc.strategies.lightning.process_group import RAISE_OPEN_FILES, needed_descriptors
 from lightning_realloc.tuning.memory.advice import gibibytes
 
 MIN_SHARED_BYTES = 1 << 30
@@ -21,9 +22,6 @@ MIN_DISK_BYTES = 10 << 30
 """Free disk below which it is a fault: a checkpoint of a small model fills it."""
 MAX_CLOCK_S = 1.0
 """Seconds by which clocks of two hosts may differ. Raising it lets logs of hosts disagree more."""
-BASE_DESCRIPTORS, DESCRIPTORS_PER_RANK = 128, 4
-"""Descriptors that a rank needs for itself, and for each other rank: two groups of all ranks have a connection to each,
-and groups of a plan as many again at most. Measured: 17 + 2 a rank for GRPO on 2 and 4 ranks."""
 
 
 @dataclass(frozen=True)
@@ -152,19 +150,13 @@ def _room_faults(cluster: Cluster) -> Iterator[str]:
             )
 
 
-def needed_descriptors(world_size: int) -> int:
-    """Return the descriptors that a rank of a run needs."""
-    return BASE_DESCRIPTORS + DESCRIPTORS_PER_RANK * world_size
-
-
 def _descriptor_faults(cluster: Cluster) -> Iterator[str]:
     needed = needed_descriptors(len(cluster.ranks))
     for name, facts in _each_host(cluster):
         if facts.max_descriptors < needed:
             yield (
                 f"descriptors: {name} allows a process {facts.max_descriptors} open files, and {len(cluster.ranks)} "
-                f"ranks need about {needed:,}; raise it before the launcher starts (ulimit -n 65536; LimitNOFILE= of a "
-                f"service; --ulimit nofile=65536 of a container)"
+                f"ranks need about {needed:,}; {RAISE_OPEN_FILES}"
             )
 
 

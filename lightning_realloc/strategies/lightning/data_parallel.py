@@ -46,6 +46,7 @@ from lightning_realloc.strategies.lightning import failures
 from lightning_realloc.strategies.lightning.file_checkpoints import CheckpointedStrategy
 from lightning_realloc.strategies.lightning.launch_options import LaunchOptions, RemoteGPUs, make_launcher
 from lightning_realloc.strategies.lightning.process_group import (
+    allow_open_files,
     end_process_group,
     is_on_one_host,
     start_on_loopback,
@@ -155,6 +156,7 @@ class DataParallelStrategy(CheckpointedStrategy):
             warn_of_stale_addresses()
         if not dist.is_initialized():
             atexit.register(end_process_group)
+            allow_open_files(self.cluster_environment.world_size())
         with failures.ending_started_ranks(self._launcher), failures.naming_taken_port(self.cluster_environment):
             self._setup_distributed()
         # Ranks may be seeded differently, but must draw, shuffle and build alike.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import socket
+import sys
 from contextlib import suppress
 from datetime import timedelta
 
@@ -15,7 +17,43 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.constants import default_pg_timeout
 
+from lightning_realloc.errors import ConfigError
+
 LOOPBACK = "127.0.0.1"
+BASE_DESCRIPTORS, DESCRIPTORS_PER_RANK = 128, 4
+"""Open files that a rank needs for itself, and for each other rank: two groups of all ranks have a connection to each,
+and groups of a plan as many again at most. Measured: 17 + 2 a rank for GRPO on 2 and 4 ranks."""
+RAISE_OPEN_FILES = (
+    "raise it before the launcher starts (ulimit -n 65536; LimitNOFILE= of a service; --ulimit nofile=65536 of "
+    "a container)"
+)
+
+
+def needed_descriptors(world_size: int) -> int:
+    """Return the open files that a rank of a run needs, connections included."""
+    return BASE_DESCRIPTORS + DESCRIPTORS_PER_RANK * world_size
+
+
+def max_open_files() -> int:
+    """Return the most open files that the system allows this process; its own limit may be lower, and can be raised."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
+
+
+def allow_open_files(world_size: int) -> None:
+    """Raise this process's limit of open files to the number that a rank needs.
+
+    Raises:
+        ConfigError: if the system does not allow it, with the way out.
+    """
+    needed, (soft, hard) = needed_descriptors(world_size), resource.getrlimit(resource.RLIMIT_NOFILE)
+    if max_open_files() < needed:
+        raise ConfigError(
+            f"{world_size} ranks need about {needed:,} open files each, for connections to all others, and "
+            f"{socket.gethostname()} allows a process {hard:,}; {RAISE_OPEN_FILES}"
+        )
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def is_on_one_host(environment: ClusterEnvironment, *, num_nodes: int) -> bool:

@@ -17,10 +17,10 @@ from lightning_realloc.strategies.cluster_check.faults import (
     describe_versions,
     find_faults,
     missing_faults,
-    needed_descriptors,
     unreachable_faults,
 )
 from lightning_realloc.strategies.cluster_check.launch import Launch
+from lightning_realloc.strategies.lightning.process_group import needed_descriptors
 
 VERSIONS = {"Python": "3.11", "torch": "2.13.0"}
 GPUS = tuple(f"GPU-{number}" for number in range(2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import resource
 import socket
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +14,9 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 
+from lightning_realloc.errors import ConfigError
 from lightning_realloc.strategies.lightning.process_group import (
+    allow_open_files,
     is_on_one_host,
     listen_at,
     open_store,
@@ -74,3 +77,22 @@ def test_a_port_stays_taken_from_its_choice_until_the_store_serves_it() -> None:
     client = open_store("127.0.0.1", port, timedelta(seconds=10), listener=None)
     client.set("key", "value")
     assert server.get("key") == b"value"
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised"), [(256, 1_000_000, 2176), (4096, 4096, None), (256, resource.RLIM_INFINITY, 2176)]
+)
+def test_the_limit_of_open_files_is_raised_for_many_ranks(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int | None
+) -> None:
+    limits: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, given: limits.append(given))
+    allow_open_files(512)
+    assert limits == ([] if raised is None else [(raised, hard)])
+
+
+def test_a_limit_of_open_files_that_cannot_be_raised_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 1024))
+    with pytest.raises(ConfigError, match=r"512 ranks need about 2,176 open files each, .* allows a process 1,024; .*"):
+        allow_open_files(512)
