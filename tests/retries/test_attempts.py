@@ -8,7 +8,9 @@ import random
 import pytest
 
 from lightning_realloc.retries import attempts
-from lightning_realloc.retries.attempts import FIRST_WAIT_S, TRIES, backoff_s, retried
+from lightning_realloc.retries.attempts import TRIES, backoff_s, retried
+
+FIRST_WAIT_S = 1.0
 
 
 class Action:
@@ -30,6 +32,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds of each wait, which takes none."""
     waited: list[float] = []
     monkeypatch.setattr(attempts, "sleep", waited.append)
+    monkeypatch.setattr(attempts, "FIRST_WAIT_S", FIRST_WAIT_S)
     return waited
 
 

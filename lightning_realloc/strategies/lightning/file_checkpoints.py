@@ -19,7 +19,7 @@ from lightning_realloc.strategies.checkpoints.checkpoint import refuse_folder
 from lightning_realloc.strategies.checkpoints.checkpoint_files import checkpoint_files_in, run_on_first_rank
 from lightning_realloc.strategies.checkpoints.folders import point_links_elsewhere
 from lightning_realloc.strategies.checkpoints.safety.failed_saves import FailedSaves
-from lightning_realloc.strategies.checkpoints.safety.last_pointer import LatestSave, repeat_file
+from lightning_realloc.strategies.checkpoints.safety.last_pointer import LatestSave, name_last, repeat_file
 from lightning_realloc.strategies.checkpoints.safety.write_errors import name_write_errors
 
 
@@ -132,15 +132,20 @@ class CheckpointedStrategy(ModelParallelStrategy):
         """
         # Lightning drops the argument of fit(weights_only=...) for strategies that restore after setup.
         weights_only = self._load_weights_only if weights_only is None else weights_only
+        path, module = as_path(checkpoint_path), self.lightning_module
+        assert module is not None, "a Trainer has connected it"
         if self._roles is not None:
-            return self._roles.load(checkpoint_path, weights_only=weights_only)
-        path = as_path(checkpoint_path)
+            checkpoint = self._roles.load(checkpoint_path, weights_only=weights_only)
+            name_last(path, checkpoint, module.trainer)
+            return checkpoint
         refuse_folder(path)
         if not path.exists():
             raise CheckpointError(
                 f"there is no checkpoint {path}; correct ckpt_path, or leave it out to start from the beginning"
             )
-        return retried(lambda: self.checkpoint_io.load_checkpoint(str(path), weights_only=weights_only), path)
+        read = retried(lambda: self.checkpoint_io.load_checkpoint(str(path), weights_only=weights_only), path)
+        name_last(path, read, module.trainer)
+        return read
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the state that is not sharded; `load_checkpoint` has filled sharded roles."""

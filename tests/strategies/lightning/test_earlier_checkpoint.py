@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from pathlib import Path
 
@@ -34,7 +35,8 @@ def _fit(folder: Path, steps: int, ckpt_path: str | None = None, *, plain: bool 
 def test_a_complete_checkpoint_is_named_that_the_run_does_not_continue(tmp_path: Path, ckpt_path: str | None) -> None:
     assert _fit(tmp_path, 1, "last") == []  # the first start of a job that is repeated
     assert _fit(tmp_path, 2, "last") == []  # continues
-    (tmp_path / "last.ckpt").rename(tmp_path / "last.ckpt.partial")  # as a kill in its first save leaves it
+    (tmp_path / "last.ckpt").unlink()
+    shutil.copytree(tmp_path / "step=2.ckpt", tmp_path / "last.ckpt.partial")  # as a kill in its first save leaves it
     (tmp_path / "last.ckpt.partial" / "realloc.json").unlink()
     (warning,) = _fit(tmp_path, 3, ckpt_path)
     newest = tmp_path / "step=2.ckpt"

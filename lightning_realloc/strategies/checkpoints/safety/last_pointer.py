@@ -153,6 +153,17 @@ def _content(name: str) -> bytes:
     return json.dumps({"format": _FORMAT, _TARGET: name}).encode()
 
 
+def name_last(path: AnyPath, checkpoint: Mapping[str, Any], trainer: Trainer) -> None:
+    """Tell ModelCheckpoints in a checkpoint that was read from their ``last`` that it is theirs.
+
+    The checkpoint to which ``last`` points was written before, and knows of none: they would write another ``last``.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        state = checkpoint.get("callbacks", {}).get(callback.state_key)
+        if _is_last(path, callback) and isinstance(state, dict) and "last_model_path" in state:
+            state["last_model_path"] = str(path)
+
+
 def pointed_checkpoint(path: AnyPath) -> AnyPath:
     """Return the checkpoint that a pointer names, and any other path as it is.
 
@@ -163,9 +174,9 @@ def pointed_checkpoint(path: AnyPath) -> AnyPath:
     """
     file = path / ROLES_FILE
     with name_read_errors(file):
-        text = retried(lambda: file.read_text("utf-8") if file.is_file() else None, file)
+        content = retried(lambda: file.read_bytes() if file.is_file() else None, file)
     try:
-        name = json.loads(text)[_TARGET] if text is not None and f'"{_FORMAT}"' in text else None
+        name = json.loads(content)[_TARGET] if content is not None and f'"{_FORMAT}"'.encode() in content else None
     except (ValueError, LookupError, TypeError):  # a damaged description, which its reader names
         name = None
     if not isinstance(name, str) or name != os.path.basename(name) or name in ("", "."):

@@ -134,7 +134,7 @@ def fit_in_memory(world_size: int) -> tuple[list[str], list[str], list[str], int
 def test_model_checkpoint_saves_resumes_and_removes_in_a_store(workers: WorkerPool, tmp_path: Path) -> None:
     names, saves, caught, steps = workers.run(fit_in_memory, 1, world_size=1, init_process_group=False)[0]
     assert len(names) == 3 and "last.ckpt" in names, "top-k removal leaves two and the last"
-    assert saves == ["realloc.json"], "the last one is a pointer"
+    assert len(saves) == 2 and saves[0] == "realloc.json", "earlier saves at the same path are removed"
     assert steps == 8
     assert len(caught) == 1 and "training starts from step 0, although memory://runs/x/" in caught[0]
 
