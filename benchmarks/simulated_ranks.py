@@ -1,8 +1,9 @@
 """What one rank of many does between the calls of an iteration: CPU seconds, messages and bytes.
 
-One process runs the real code of rank 0 on GRPO's calls: which rank works on which samples, micro-batches, deliveries,
-encoding, decoding, and merging what other hosts send: rank 0 is the root of the tree of hosts. The other ranks exist as
-their messages alone, which are made outside of the measured time.
+One process runs the real code of one rank on GRPO's calls: which rank works on which samples, micro-batches,
+deliveries, encoding and decoding. First that is rank 0, the root of the tree of hosts, which also merges what others
+send, then a rank at the tree's end, as most are. The other ranks exist as their messages alone, which are made outside
+of the measured time.
 Models, and the transport of messages, are left out. Sizes run from 8 ranks, which are all real elsewhere, to 4,096.
 
 Run ``python -m benchmarks.simulated_ranks``.
@@ -86,27 +87,28 @@ def _sequences(lengths: torch.Tensor, dtype: torch.dtype = torch.int64) -> Ragge
 
 
 class OtherRanks(FramePort):
-    """Port of rank 0: the frames of all others, made when rank 0 waits for them.
+    """Port of one rank: the frames of all others, made when the rank waits for them.
 
     Args:
+        rank: The rank.
         world_size: Number of ranks, eight on each host.
-        routes: A plan of its own, so that rank 0 does not profit from what was worked out here.
+        routes: A plan of its own, so that the rank does not profit from what was worked out here.
         lengths: Lengths of all samples.
     """
 
-    def __init__(self, world_size: int, routes: Routes, lengths: Lengths) -> None:
+    def __init__(self, rank: int, world_size: int, routes: Routes, lengths: Lengths) -> None:
         super().__init__(None, probe=FrameKind.PROBE)
         self.hosts = [range(first, first + HOST) for first in range(0, world_size, HOST)]
         """Ranks of each host."""
         self.num_sent = 0
-        """Frames that rank 0 sends."""
+        """Frames that the rank sends."""
         self.num_received = 0
-        """Frames that rank 0 reads."""
+        """Frames that it reads."""
         self.num_bytes = 0
         """Bytes of both."""
         self.paused_s = 0.0
         """CPU seconds of this class."""
-        self._routes, self._lengths = routes, lengths
+        self._rank, self._routes, self._lengths = rank, routes, lengths
         self._prompts = SampleTable(lengths.batch())
         self._table: SampleTable | None = None
         self._queue: deque[tuple[int, Header, torch.Tensor]] = deque()
@@ -140,19 +142,29 @@ class OtherRanks(FramePort):
             self._table = SampleTable(table.known, table.holders, chunks=table.chunks)
 
     def expect(self, frame: Frame) -> None:
-        """Make the frames that rank 0 needs for this one: of a whole, the merged parts of its children in the tree."""
+        """Make the frames that the rank needs for this one.
+
+        Those of a whole are the merged parts of its children in the tree, or the whole itself from its parent.
+        """
         with self._paused():
             if frame.source != WHOLE:
                 self._put(frame.source, frame, FrameKind.ROWS, frame.part, self._rows(frame))
                 return
-            size = HOST * len(self.hosts)
-            givers = (
-                range(size) if frame.kind == FrameKind.CALL_METRICS else self._routes.placements[GENERATE.name].senders
-            )
-            gives = np.isin(np.arange(size), givers)
-            for child, ranks in TreeNode.find(0, self.hosts).children.items():
-                if parts := [self._part(frame.kind, rank) for rank in ranks if gives[rank]]:
-                    self._put(child, frame, FrameKind.PART, frame.kind, (gives, type(parts[0]).merge(parts)))
+            gives = np.ones(HOST * len(self.hosts), dtype=bool)
+            if frame.kind == FrameKind.DIRECTORY:
+                gives[:] = np.isin(np.arange(len(gives)), self._routes.placements[GENERATE.name].senders)
+            node = TreeNode.find(self._rank, self.hosts)
+            if node.parent is not None:
+                self._put(node.parent, frame, frame.kind, 0, self._merged(frame.kind, range(len(gives)), gives))
+                return
+            for child, ranks in node.children.items():
+                if gives[list(ranks)].any():
+                    content = (gives, self._merged(frame.kind, ranks, gives))
+                    self._put(child, frame, FrameKind.PART, frame.kind, content)
+
+    def _merged(self, kind: FrameKind, ranks: Sequence[int], gives: np.ndarray) -> Any:
+        parts = [self._part(kind, rank) for rank in ranks if gives[rank]]
+        return type(parts[0]).merge(parts)
 
     def _put(self, source: int, frame: Frame, kind: FrameKind, part: int, content: object) -> None:
         encoded = encode_message(content)
@@ -173,19 +185,19 @@ class OtherRanks(FramePort):
     def _rows(self, frame: Frame) -> Samples:
         assert self._table is not None
         call = self._routes.calls[frame.call]
-        ids = self._table.ids(self._routes.outgoing(call, frame.source, self._table)[0])
+        ids = self._table.ids(self._routes.outgoing(call, frame.source, self._table)[self._rank])
         made = self._lengths.made(call, ids) if call is not GENERATE else self._rollout_of(ids)
-        return product_columns(made, call, self._routes.products(call, 0, self._table))
+        return product_columns(made, call, self._routes.products(call, self._rank, self._table))
 
     def _rollout_of(self, ids: torch.Tensor) -> Samples:
         return self._lengths.rollout(torch.unique(ids // GROUP)).by_ids(ids)
 
 
-class FirstRank(Mailbox):
-    """Mailbox of rank 0, the root of the tree, with frames that are made when it waits for them."""
+class LoneMailbox(Mailbox):
+    """Mailbox of one rank, with frames that are made when it waits for them."""
 
-    def __init__(self, others: OtherRanks) -> None:
-        super().__init__(0, HOST * len(others.hosts), None, hosts=others.hosts)
+    def __init__(self, rank: int, others: OtherRanks) -> None:
+        super().__init__(rank, HOST * len(others.hosts), None, hosts=others.hosts)
         self._port = self._others = others
 
     def _receive(self, frame: Frame, what: str, sources: tuple[int, ...]) -> torch.Tensor:
@@ -193,8 +205,8 @@ class FirstRank(Mailbox):
         return super()._receive(frame, what, sources)
 
 
-def measure(world_size: int, seed: int) -> dict[str, Any]:
-    """Return the figures of rank 0."""
+def measure(world_size: int, rank: int, seed: int) -> dict[str, Any]:
+    """Return the figures of one rank, which generates."""
     half = f"dp{world_size // 2}.tp2"
     layouts = {GENERATE: half, INFER: half, TRAIN: f"dp{world_size // 8}.fsdp8"}
     places = {
@@ -205,7 +217,7 @@ def measure(world_size: int, seed: int) -> dict[str, Any]:
         for call, text in layouts.items()
     }  # fmt: skip
     lengths = Lengths(seed)
-    others = OtherRanks(world_size, Routes(CALLS, places, world_size), lengths)
+    others = OtherRanks(rank, world_size, Routes(CALLS, places, world_size), lengths)
     batch, seconds = lengths.batch(), defaultdict[str, float](float)
 
     def timed(name: str, function: Callable[[], Any]) -> Any:
@@ -215,7 +227,7 @@ def measure(world_size: int, seed: int) -> dict[str, Any]:
         return found
 
     routes = timed("generate", lambda: Routes(CALLS, places, world_size))
-    data = timed("generate", lambda: IterationData(batch, routes, FirstRank(others), rank=0, run=1))
+    data = timed("generate", lambda: IterationData(batch, routes, LoneMailbox(rank, others), rank=rank, run=1))
     prompts = timed("generate", lambda: data.inputs(GENERATE))
     made = lengths.rollout(prompts.ids)
     timed("generate", lambda: data.record(GENERATE, made))
@@ -223,7 +235,7 @@ def measure(world_size: int, seed: int) -> dict[str, Any]:
     others.begin(table)
     for call in (JUDGE, INFER, ESTIMATE):
         timed(call.name, lambda call=call: data.rows(call))
-        ids = table.ids(routes.positions(call, 0, table))
+        ids = table.ids(routes.positions(call, rank, table))
         timed(call.name, lambda call=call, ids=ids: data.record(call, lengths.made(call, ids)))
     timed("actor.train", lambda: data.rows(TRAIN))
     steps = timed("actor.train", lambda: routes.train_steps(TRAIN, table))
@@ -249,11 +261,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = {"sizes": options.sizes, "samples": NUM_SAMPLES}
     report = BenchmarkReport("simulated_ranks", settings=settings)
     for world_size in options.sizes:
-        row = measure(world_size, seed=0)
-        report.add_row(**row)
-        if world_size == 512:
-            report.require_at_most("512 ranks: CPU s of a rank", row["CPU s"], MAX_CPU_S)
-        report.write(options.json)
+        for place, rank in (("root", 0), ("end", world_size - 2)):
+            row = measure(world_size, rank, seed=0)
+            report.add_row(place=place, **row)
+            if world_size == 512:
+                report.require_at_most(f"512 ranks: CPU s of the {place}", row["CPU s"], MAX_CPU_S)
+            report.write(options.json)
     return report.finish(options)
 
 
