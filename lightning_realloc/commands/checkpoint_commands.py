@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from lightning_realloc.commands.command_parser import CommandParser
 from lightning_realloc.remote_path import as_path
 from lightning_realloc.strategies.checkpoints.export import export_checkpoint
-from lightning_realloc.strategies.checkpoints.verification import verify_checkpoints
+from lightning_realloc.strategies.checkpoints.safety.verification import verify_checkpoints
 
 
 def run_export(arguments: Sequence[str], write: Callable[[str], object]) -> int:

@@ -238,7 +238,7 @@ class ReallocStrategy(DataParallelStrategy):
             self.setup_optimizers(trainer)
             if flow is not None:
                 self._placed.prepare_optimizers()
-                self.runner.restore(())  # batches that waited when an earlier fit ended are left out
+                self.runner.restore(None)  # batches that waited when an earlier fit ended are left out
         self.setup_precision_plugin()
         give_back_freed_memory()  # of the whole models that were divided
 

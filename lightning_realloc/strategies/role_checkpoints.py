@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ from lightning_realloc.strategies.checkpoints.checkpoint import (
     read_checkpoint,
     unsharded_state,
 )
-from lightning_realloc.strategies.checkpoints.checkpoint_files import run_on_first_rank
+from lightning_realloc.strategies.checkpoints.checkpoint_files import read_description, run_on_first_rank
 from lightning_realloc.strategies.checkpoints.checkpoint_writer import require_finite_weights, write_checkpoint
 from lightning_realloc.strategies.checkpoints.folders import finish_replacement, remove_checkpoint
 from lightning_realloc.strategies.checkpoints.gather import gather_weights
@@ -43,15 +43,13 @@ from lightning_realloc.strategies.checkpoints.optimizer_settings import follow_g
 from lightning_realloc.strategies.checkpoints.safety.failed_saves import FailedSaves
 from lightning_realloc.strategies.checkpoints.safety.last_pointer import LatestSave, point_to, pointed_checkpoint
 from lightning_realloc.strategies.checkpoints.safety.write_errors import name_write_errors
+from lightning_realloc.strategies.checkpoints.waiting_samples import WAITING_BATCHES, encode_results, read_waiting
+from lightning_realloc.strategies.exchange.waiting_batches import WaitingBatches
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
 from lightning_realloc.strategies.placed_roles import PlacedRoles
 
 _log = logging.getLogger(__name__)
 
-WAITING_BATCHES = "waiting_batches"
-"""Key of the batches that wait to be trained on, in checkpoints."""
-_WAITING_BATCH = "waiting_batch"
-"""The same in checkpoints of earlier releases, which hold one at most."""
 STALL_WARNING_S = 60.0
 """Seconds of waiting for other ranks after which a rank warns. Ranks may be a whole training call apart."""
 
@@ -124,8 +122,8 @@ class RoleCheckpoints:
         placed = self._placed
         with warn_if_stalled("save_checkpoint", placed.facts.rank):
             checkpoint[RANDOM_STATES] = gather_on_first(random_state(placed.facts.device))
-            if waiting := placed.runner.waiting_state():
-                checkpoint[WAITING_BATCHES] = waiting
+            if waiting := placed.runner.waiting():
+                checkpoint[WAITING_BATCHES] = list(map(dict, waiting.batches))
         folder = as_path(broadcast_object(str(filepath), 0))
         same = self._latest.same_as(folder, checkpoint, placed.module.trainer)
         if (same := broadcast_object(None if same is None else str(same), 0)) is not None:
@@ -147,6 +145,7 @@ class RoleCheckpoints:
                 checkpoint,
                 models,
                 include_frozen=self._save_frozen_roles,
+                results=encode_results(waiting),
                 background=self._background if self._writes_in_background else None,
             )
             self._latest.remember(folder, checkpoint)
@@ -245,8 +244,15 @@ class RoleCheckpoints:
         )
         if is_fitting:
             follow_given_rates(checkpoint, [config.scheduler.optimizer for config in self._optimizers.schedules])
-            placed.runner.restore(waiting_batches(checkpoint))
+            placed.runner.restore(self._read_waiting(folder, checkpoint))
         return checkpoint
+
+    def _read_waiting(self, folder: AnyPath, checkpoint: Mapping[str, Any]) -> WaitingBatches:
+        """Return the batches that wait in a checkpoint. Collective."""
+        facts, models = self._placed.facts, self._trained_models()
+        with models.raising_together(folder):
+            plan = self._placed.pool.plan
+            return read_waiting(folder, read_description(folder), checkpoint, plan=plan, facts=facts)
 
     def save_huggingface(
         self, role: str, folder: str | Path | RemotePath, *, dtype: str | torch.dtype | None, merge: bool
@@ -324,13 +330,6 @@ class RoleCheckpoints:
             facts=self._placed.facts,
             card_of=lambda role: make_model_card(module.trainer, module, role, title=role, is_adapter=False),
         )
-
-
-def waiting_batches(checkpoint: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the batches in a checkpoint that wait to be trained on, the oldest first."""
-    earlier = [checkpoint[_WAITING_BATCH]] if _WAITING_BATCH in checkpoint else []
-    batches: Sequence[Mapping[str, Any]] = checkpoint.get(WAITING_BATCHES, earlier)
-    return batches
 
 
 @contextmanager

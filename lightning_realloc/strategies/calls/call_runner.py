@@ -32,6 +32,7 @@ from lightning_realloc.strategies.calls.weight_updates import VersionLog
 from lightning_realloc.strategies.exchange.iteration_data import IterationData
 from lightning_realloc.strategies.exchange.iteration_report import IterationReport, IterationResult
 from lightning_realloc.strategies.exchange.routing import CallPlacement, Routes
+from lightning_realloc.strategies.exchange.waiting_batches import Results, WaitingBatches
 from lightning_realloc.strategies.lightning.optimizer_hooks import LightningOptimizers
 from lightning_realloc.strategies.lightning.signals import StopRequest
 from lightning_realloc.strategies.pool.replica import Replica
@@ -74,7 +75,7 @@ class CallRunner:
         """Batches with responses that wait to be trained on, at most ``max_staleness``."""
         self._left_out: tuple[IterationData, ...] = ()
         """The same, in a run that ended before it trained on them."""
-        self._restored: Sequence[Mapping[str, Any]] = ()
+        self._restored = WaitingBatches()
         """States of such batches in the checkpoint that the run continues from."""
         self._version = 0
         """Iterations of training so far."""
@@ -143,10 +144,13 @@ class CallRunner:
         """
         with self._failing_together():
             self._metrics.idle.begin()
-            self._is_off_policy = self._is_off_policy or bool(self._restored)
-            for steps_before, state in zip(range(len(self._restored), 0, -1), self._restored, strict=True):
-                self._ahead = (*self._ahead, self._restore(state, iteration - steps_before, num_shown))
-            self._left_out, self._restored = (), ()
+            restored = self._restored
+            self._is_off_policy = self._is_off_policy or bool(restored)
+            for steps_before, state, made in zip(
+                range(len(restored), 0, -1), restored.batches, restored.results, strict=True
+            ):
+                self._ahead = (*self._ahead, self._restore(state, made, iteration - steps_before, num_shown))
+            self._left_out, self._restored = (), WaitingBatches()
             self._version = self._pool.streams.version = iteration - len(self._ahead)
             most_ahead = self._options.max_staleness
             data = self._begin(batch, calls, iteration, num_shown, generates_ahead=most_ahead > 0)
@@ -220,24 +224,24 @@ class CallRunner:
         self.engines.close()
 
     # ---- batches that wait to be trained on, in checkpoints
-    def waiting_state(self) -> list[dict[str, Any]]:
-        """Return the batches that wait to be trained on, with their responses, the oldest first. Collective."""
+    def waiting(self) -> WaitingBatches:
+        """Return the batches that wait to be trained on, with this rank's results."""
         if waiting := self._ahead or self._left_out:
-            return [data.state() for data in waiting]
-        return list(map(dict, self._restored))
+            return WaitingBatches([data.state() for data in waiting], [data.results_at_once() for data in waiting])
+        return self._restored
 
-    def restore(self, waiting: Sequence[Mapping[str, Any]]) -> None:
-        """Continue with the batches that waited when a checkpoint was saved."""
+    def restore(self, waiting: WaitingBatches | None) -> None:
+        """Continue with the batches that waited when a checkpoint was saved; None: there are none."""
         self._metrics.forget_late()
-        self._left_out, self._restored = (), waiting
+        self._left_out, self._restored = (), waiting or WaitingBatches()
 
-    def _restore(self, state: Mapping[str, Any], iteration: int, num_shown: int) -> IterationData:
+    def _restore(self, state: Mapping[str, Any], made: Results, iteration: int, num_shown: int) -> IterationData:
         """Return the data of a batch that waited in a checkpoint, as after its generating calls."""
         calls = [call for call in self._pool.dataflow.iteration_calls if call.name in state["calls"]]
         self._version = state["version"]
         batch = samples_from_state(state["batch"])
         data = self._begin(batch, calls, iteration, num_shown, generates_ahead=True)
-        data.restore(state["made"])
+        data.restore(made)
         last = [call for call in calls if call.kind != "train"][-1]
         if last in data.routes.calls_at_once():
             self._send_report(data)

@@ -5,7 +5,8 @@ A checkpoint is a folder:
 - ``realloc.json``: every role's parameters, layout and class; the plan; the number of ranks; size and checksum of all
   other files (see ``checkpoint_files``). Readable by people.
 - ``meta.pt``: Lightning's loops, callbacks, schedules and optimizer settings, and the random states of all ranks.
-- ``*.distcp``: every rank's regions of weights and optimizer state (see ``sharded_tensors``).
+- ``*.distcp``: every rank's regions of weights and optimizer state (see ``sharded_tensors``), and its results of
+  batches that wait to be trained on (see ``waiting_samples``).
 - ``huggingface/<role>/``: config and tokenizer, so that ``lightning-realloc export`` needs only the folder.
 
 In an object store, all but ``realloc.json`` lie in a folder below that one (see ``remote.remote_target``).

@@ -45,6 +45,7 @@ from lightning_realloc.strategies.checkpoints.sharded_tensors import (
     State,
     WrittenRegion,
 )
+from lightning_realloc.strategies.checkpoints.waiting_samples import results_file
 from lightning_realloc.strategies.pool.model_pool import ModelPool
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ def write_checkpoint(
     models: TrainedModels,
     *,
     include_frozen: bool,
+    results: bytes | None = None,
     background: BackgroundSave | None = None,
 ) -> None:
     """Write a checkpoint folder. Collective over all ranks.
@@ -71,6 +73,7 @@ def write_checkpoint(
     Args:
         meta: Lightning's part, written to ``meta.pt``.
         include_frozen: Whether to write roles that are never trained.
+        results: This rank's results of batches that wait to be trained on; None if none wait.
         background: Writes copies of the tensors after this function has returned. None writes them here.
 
     Raises:
@@ -83,7 +86,8 @@ def write_checkpoint(
     roles = [role for role in models.pool.roles if include_frozen or role in models.pool.changing_roles]
     token, writer = broadcast_object((uuid.uuid4().hex, writer_name()), 0)
     target = _target(folder, token, writer)
-    save = _Save(folder, target, models.facts.rank, _state(meta, models, roles, include_frozen=include_frozen))
+    state = _state(meta, models, roles, include_frozen=include_frozen)
+    save = _Save(folder, target, models.facts.rank, state, results)
     run_on_first_rank(lambda: save.begin(meta, models, roles))
     try:
         with _raising_as_unwritten(), models.raising_together(folder):
@@ -164,10 +168,13 @@ def _target(folder: AnyPath, token: str, writer: str) -> LocalTarget | RemoteTar
 class _Save:
     """One rank's part of a checkpoint that is being written. Errors are CheckpointErrors that name the disk."""
 
-    def __init__(self, folder: AnyPath, target: LocalTarget | RemoteTarget, rank: int, state: State) -> None:
+    def __init__(
+        self, folder: AnyPath, target: LocalTarget | RemoteTarget, rank: int, state: State, results: bytes | None
+    ) -> None:
         self._folder = folder
         self._target = target
         self._rank = rank
+        self._results = results
         self._needed_bytes = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in state.values())
         self._description: dict[str, Any] = {}
         self.shards = ShardWriter(state, target.content, files=target.files)
@@ -210,7 +217,10 @@ class _Save:
 
     def _write_part(self) -> Part:
         # Also after a failed fsync, files are written anew: the system may have dropped what it could not write.
-        return Part(self.shards.write(), self._target.shard_records(self._rank))
+        regions = self.shards.write()
+        if self._results is not None:
+            self.shards.write_file(results_file(self._rank), self._results)
+        return Part(regions, self._target.shard_records(self._rank))
 
     def complete(self, parts: list[Part]) -> None:
         """Describe all ranks' parts, which makes the checkpoint valid. For the first rank."""

@@ -264,6 +264,11 @@ class ShardWriter(FileSystemWriter):
         results = super().write_data(self._plan, self._planner).value()
         return [_written_region(each.index, each.storage_data) for each in results]
 
+    def write_file(self, name: str, content: bytes) -> None:
+        """Write another file next to the regions."""
+        with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
+            stream.write(content)
+
     def release_copies(self) -> None:
         """Free the copies of `copy_to_host`, once their files are on the disk."""
         self._planner.release_copies()

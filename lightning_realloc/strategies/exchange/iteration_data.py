@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_realloc.batch.samples import RECORD, Column, Samples, samples_from_state, samples_state
+from lightning_realloc.batch.samples import RECORD, Column, Samples, samples_state
 from lightning_realloc.dataflow.dataflow import ModelFunctionCall
 from lightning_realloc.errors import PlanError
 from lightning_realloc.runtime.messages.codec import all_gather_samples
@@ -232,26 +232,31 @@ class IterationData:
 
     # ---- checkpoints
     def state(self) -> dict[str, Any]:
-        """Return the batch and the results of calls that ran at once, as plain data, equal on all ranks. Collective."""
-        at_once = self.routes.calls_at_once()
+        """Return the batch as plain data, equal on all ranks."""
         return {
             "batch": samples_state(self._batch.known),
             "calls": [call.name for call in self.routes.calls],
             "version": self.version,
-            "made": {call.name: samples_state(all_gather_samples(self._mine.get(call.name))) for call in at_once},
         }
 
-    def restore(self, made: Mapping[str, Any]) -> None:
-        """Record stored results of calls that ran at once. They may come from another plan or number of ranks."""
-        for call in self.routes.calls_at_once():
-            self.record(call, self._part_of(call, samples_from_state(made[call.name])))
+    def results_at_once(self) -> dict[str, Samples]:
+        """Return this rank's results of calls that ran at once, by call."""
+        at_once = {call.name: self._mine[call.name] for call in self.routes.calls_at_once() if call.name in self._mine}
+        return {name: Samples(made.ids, made.columns) for name, made in at_once.items()}
 
-    def _part_of(self, call: ModelFunctionCall, made: Samples) -> Samples | None:
+    def restore(self, made: Mapping[str, Samples]) -> None:
+        """Record stored results of calls that ran at once, of this rank or of more, by any plan and number of ranks."""
+        for call in self.routes.calls_at_once():
+            self.record(call, self._part_of(call, made.get(call.name)))
+
+    def _part_of(self, call: ModelFunctionCall, made: Samples | None) -> Samples | None:
         """Return the results that this rank would have made; None without any."""
         table = self.table(call)
         ids = table.ids(self.routes.positions(call, self._rank, table))
-        if not len(ids) or call.kind == "compute":
-            return made.by_ids(ids) if len(ids) else None
+        if made is None or not len(ids):
+            return None
+        if call.kind == "compute":
+            return made.by_ids(ids)
         place = self.routes.placements[call.name]
         if self._rank not in place.holders[place.layout.data_parallel_index(self._rank)]:
             return None

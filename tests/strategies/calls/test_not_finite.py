@@ -16,7 +16,7 @@ from lightning_realloc.data.preferences import PreferenceDataModule
 from lightning_realloc.errors import DataError, ReallocError
 from lightning_realloc.runtime.parallel.shards import local_tensor
 from lightning_realloc.strategies import ReallocStrategy
-from lightning_realloc.strategies.checkpoints.verification import verify_checkpoint
+from lightning_realloc.strategies.checkpoints.safety.verification import verify_checkpoint
 from tests.models import byte_tokenizer
 from tests.strategies import runs
 from tests.strategies.runs import Batches

@@ -25,7 +25,7 @@ from lightning_realloc.strategies.checkpoints.checkpoint import (
     set_random_state,
 )
 from lightning_realloc.strategies.checkpoints.checkpoint_files import META_FILE
-from lightning_realloc.strategies.checkpoints.verification import verify_checkpoint
+from lightning_realloc.strategies.checkpoints.safety.verification import verify_checkpoint
 from tests.matrices import matrix
 from tests.models import UNEVEN_HEADS
 from tests.strategies import runs

@@ -1,1 +1,1 @@
-"""Keep a whole checkpoint to resume from: errors of saves that name the way out, and the pointer ``last``."""
+"""Keep a whole checkpoint to resume from: errors of saves with the way out, the pointer ``last``, and verification."""

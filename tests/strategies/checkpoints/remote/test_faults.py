@@ -24,7 +24,7 @@ from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.checkpoints.checkpoint_files import is_checkpoint, is_complete
 from lightning_realloc.strategies.checkpoints.export import export_checkpoint
 from lightning_realloc.strategies.checkpoints.safety.last_pointer import pointed_checkpoint
-from lightning_realloc.strategies.checkpoints.verification import verify_checkpoint
+from lightning_realloc.strategies.checkpoints.safety.verification import verify_checkpoint
 from lightning_realloc.strategies.lightning.last_checkpoint import resolve_last
 from tests.matrices import matrix
 from tests.strategies import runs

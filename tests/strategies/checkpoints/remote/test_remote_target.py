@@ -22,7 +22,7 @@ from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.checkpoints import checkpoint_writer
 from lightning_realloc.strategies.checkpoints.checkpoint_files import content_folder, read_description
 from lightning_realloc.strategies.checkpoints.export import export_checkpoint
-from lightning_realloc.strategies.checkpoints.verification import verify_checkpoints
+from lightning_realloc.strategies.checkpoints.safety.verification import verify_checkpoints
 from tests.matrices import matrix
 from tests.strategies import runs
 from tests.strategies.checkpoints.checkpoint_runs import Part, contents, differences, refusals, run_parts
