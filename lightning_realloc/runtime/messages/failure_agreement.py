@@ -1,8 +1,8 @@
 """Agree on the error that all ranks raise when one of them fails: that of the lowest rank with a failure of its own.
 
-A failing rank writes its error to the store of the process group, and sends it to its neighbours in the tree of hosts,
-which pass it on. Every rank that has heard of a failure counts itself in the store. Once all are counted, all know the
-same errors. A lost connection counts only if no other failure is known.
+A failing rank writes its error to the store of the process group, and tells its neighbours in the tree of hosts, which
+pass it on. Every rank that has heard of a failure counts itself in the store. Once all are counted, all read the same
+errors there. A lost connection counts only if no other failure is known.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from contextlib import suppress
 from typing import NoReturn
 
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_realloc.errors import RankLost
-from lightning_realloc.runtime.messages.codec import decode_message, encode_message
 from lightning_realloc.runtime.messages.failure_store import (
     group_store,
     is_broken_connection,
@@ -62,29 +60,37 @@ class FailureAgreement:
     ) -> None:
         self._node, self._world_size, self._port, self._kind, self._watchdog = node, world_size, port, kind, watchdog
         self._key = "" if group is None else f"failure_agreement/{group.group_name}"
+        self._heard: int | None = None
+        """The first failed rank that this one has heard of, or itself."""
         self._errors: dict[int, tuple[str, str]] = {}
         """Rank -> class name and message of its error, as far as they are known."""
-        self._has_passed_on = False
         self.has_concluded = False
         """Whether this rank has raised, or is about to raise, the error of a failure."""
 
     @property
     def is_known(self) -> bool:
         """Whether a rank is known to have failed."""
-        return bool(self._errors)
+        return self._heard is not None
 
-    def learn(self, content: Tensor) -> None:
-        """Take in a frame about a failure, and pass it on."""
-        rank, name, message = decode_message(content)
-        self._errors.setdefault(rank, (name, message))
-        self._pass_on(rank)
+    def learn(self, rank: int) -> None:
+        """Take in that a rank has failed, and tell the neighbours of the first such rank.
+
+        The frame is a header without content: a thread that waits for a content never ends once its sender has left.
+        """
+        if self._heard is not None:
+            return
+        self._heard = rank
+        if self._key:
+            for neighbour in self._neighbours():
+                with suppress(RankLost):  # it has ended already
+                    self._port.send(neighbour, Header(self._kind, 0, 0, rank, 0))
 
     def conclude(self, error: Exception | None, meanwhile: Callable[[], object]) -> NoReturn:
         """Wait until all ranks have heard of a failure, and raise the error of the lowest failed rank.
 
         Args:
             error: This rank's exception; None if only another rank failed.
-            meanwhile: Takes in frames that have arrived.
+            meanwhile: Takes in a frame that has arrived; raises nothing.
 
         Raises:
             ReallocError: that error; the rank on which it happened raises its original object.
@@ -93,12 +99,15 @@ class FailureAgreement:
         if error is not None:
             error = self.explained(error)
             self._errors[rank] = (type(error).__name__, str(error))
-            self._pass_on(rank)
+            self.learn(rank)
         if self._has_store:
             with suppress(RuntimeError):  # it was lost
                 self._write_own()
                 self._wait_for_all(meanwhile)
                 self._errors |= self._written()
+        if not self._errors:
+            assert self._heard is not None, "a rank concludes after an error of its own or of another one"
+            self._errors[self._heard] = RankLost.__name__, "its error could not be read; see its own log"
         failed = [one for one, (name, _) in sorted(self._errors.items()) if name != RankLost.__name__]
         failed = failed or sorted(self._errors)
         if error is not None and failed[0] == rank:
@@ -127,16 +136,6 @@ class FailureAgreement:
             return error
         return rank_lost(error, named)
 
-    def _pass_on(self, rank: int) -> None:
-        """Send the first failure that this rank has or hears of to its neighbours in the tree."""
-        if self._has_passed_on or not self._key:
-            return
-        self._has_passed_on = True
-        content = encode_message((rank, *self._errors[rank]))
-        for neighbour in self._neighbours():
-            with suppress(RankLost):  # it has ended already
-                self._port.send(neighbour, Header(self._kind, 0, 0, 0, content.numel()), content)
-
     def _neighbours(self) -> list[int]:
         return [*self._node.children, *([] if self._node.parent is None else [self._node.parent])]
 
@@ -160,8 +159,7 @@ class FailureAgreement:
         count_key, store = f"{self._key}/heard", group_store()
         count, deadline = store.add(count_key, 1), time.monotonic() + FAILURE_DEADLINE_S
         while count < self._world_size - len(self._port.lost) and time.monotonic() < deadline:
-            with suppress(RankLost):
-                meanwhile()
+            meanwhile()
             time.sleep(max(MIN_QUESTION_S, self._world_size / QUESTIONS_PER_S))
             count = store.add(count_key, 0)
 

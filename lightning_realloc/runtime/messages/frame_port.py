@@ -62,7 +62,7 @@ class FramePort:
         self.lost: set[int] = set()
         """Ranks whose process is known to have ended."""
 
-    def send(self, to: int, header: Header, content: Tensor) -> list[FrameSend]:
+    def send(self, to: int, header: Header, content: Tensor | None = None) -> list[FrameSend]:
         """Send a frame without waiting, and return its messages, which are also kept until `release`.
 
         Raises:
@@ -70,7 +70,7 @@ class FramePort:
         """
         with self._in_order:
             sent = [self._start_send(torch.tensor(header), to, _HEADER_TAG, header.run)]
-            if header.size:
+            if content is not None and header.size:
                 sent.append(self._start_send(content, to, _CONTENT_TAG, header.run))
             self._sent += sent + self._probes.pop(to, [])  # the probes were received before
         return sent

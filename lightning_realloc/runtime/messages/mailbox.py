@@ -33,9 +33,6 @@ from lightning_realloc.runtime.messages.frame_port import FramePort, Header
 from lightning_realloc.runtime.messages.host_tree import Mergeable, PartCollector, TreeNode
 from lightning_realloc.runtime.messages.watchdog import Watchdog
 
-FAILURE_DEADLINE_S = 10.0
-"""Seconds that a failed rank waits for the failure frames of the others. Ranks in a collective never send one."""
-
 PROBE_INTERVAL_S = 1.0
 """Seconds between two probes of the awaited rank during a wait. The interval grows up to `MAX_PROBE_INTERVAL_S`."""
 MAX_PROBE_INTERVAL_S = 5.0
@@ -59,7 +56,7 @@ class FrameKind(IntEnum):
     METRICS = 3
     """Metrics of a training call, to the ranks outside it."""
     FAILURE = 4
-    """Error of a rank, to every rank."""
+    """Number of a rank that failed, to every rank; its error is in the store."""
     HISTORY = 5
     """Tokens that a rank generated in a call, to the drafters of ranks that generate other samples."""
     RETURNED = 6
@@ -142,7 +139,7 @@ class Mailbox:
         assert self.group is not None, "a single process has no peers to send to"
         return BulkChannel(self.group)
 
-    @property
+    @cached_property
     def others(self) -> tuple[int, ...]:
         """All ranks but this one."""
         return tuple(rank for rank in range(self._world_size) if rank != self._rank)
@@ -213,10 +210,9 @@ class Mailbox:
             RankLost: if that rank has ended.
         """
         self._begin_wait()
-        began = time.monotonic()
         while not is_done():
             meanwhile()
-            self._pause([source], began)
+            self._pause([source])
 
     def release(self, run: int) -> None:
         """Wait until all frames of ``run`` and earlier runs were received, and free their memory."""
@@ -243,7 +239,7 @@ class Mailbox:
         Raises:
             ReallocError: that error; the rank on which it happened raises its original object.
         """
-        self._failure.conclude(error, self._take_in_next)
+        self._failure.conclude(error, self.take_in_quietly)
 
     def explained(self, error: Exception) -> Exception:
         """See `FailureAgreement.explained`."""
@@ -255,14 +251,13 @@ class Mailbox:
         if frame not in self._arrived:
             begin = time.perf_counter()
             self._begin_wait()
-            began = time.monotonic()
             with self.record.during(what, waits_for=sources):
                 while frame not in self._arrived:
                     has_received = self._take_in_next()
                     if self._failure.is_known:
                         self.fail(None)
                     if not has_received:
-                        self._pause(sources or self.others, began)
+                        self._pause(sources or self.others)
             self.seconds_waited += time.perf_counter() - begin
         return self._arrived.pop(frame)
 
@@ -291,7 +286,7 @@ class Mailbox:
     def _store(self, source: int, header: Header, content: Tensor) -> None:
         kind, run, call, part, _ = header
         if kind == FrameKind.FAILURE:
-            self._failure.learn(content)
+            self._failure.learn(part)
         elif kind == FrameKind.PART:
             gives, value = decode_message(content)
             self._add_part(Frame(FrameKind(part), run, call, WHOLE), source, gives, value)
@@ -318,10 +313,10 @@ class Mailbox:
         self._arrived[whole] = content
 
     # ---- waits for ranks that may be lost
-    def _pause(self, awaited: Sequence[int], began: float) -> None:
-        """Pause between two checks of a wait that began at this moment of `time.monotonic`."""
+    def _pause(self, awaited: Sequence[int]) -> None:
+        """Pause between two checks of a wait, and probe one of the awaited ranks if that is due."""
         self._probe_if_due(awaited)
-        time.sleep(min(MAX_PAUSE_S, (time.monotonic() - began) / 64))
+        time.sleep(min(MAX_PAUSE_S, (time.monotonic() - self._wait_began) / 64))
 
     def _probe_if_due(self, awaited: Sequence[int]) -> None:
         """Probe one of the awaited ranks, by turns: with many ranks that wait, each is probed often."""

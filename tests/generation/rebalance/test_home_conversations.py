@@ -18,7 +18,8 @@ from lightning_realloc.generation.rebalance.handover import MigrationStats
 from lightning_realloc.generation.rebalance.load import MoveCost, RankLoad, SampleMove
 from lightning_realloc.generation.rebalance.peers import Peers
 from lightning_realloc.layout import Layout, ModelLayout
-from lightning_realloc.runtime.messages.mailbox import FAILURE_DEADLINE_S, FrameKind, Mailbox
+from lightning_realloc.runtime.messages.failure_agreement import FAILURE_DEADLINE_S
+from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.model_spec import describe_model
 from lightning_realloc.runtime.parallel.parallelize import parallelize

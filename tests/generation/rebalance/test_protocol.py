@@ -21,7 +21,8 @@ from lightning_realloc.generation.rebalance import protocol
 from lightning_realloc.generation.rebalance.handover import Arrival, MigrationStats
 from lightning_realloc.generation.rebalance.load import LoadReport, MoveCost, RankLoad, SampleMove
 from lightning_realloc.generation.rebalance.peers import MovableSamples, Peers
-from lightning_realloc.runtime.messages.mailbox import FAILURE_DEADLINE_S, FrameKind, Mailbox
+from lightning_realloc.runtime.messages.failure_agreement import FAILURE_DEADLINE_S
+from lightning_realloc.runtime.messages.mailbox import FrameKind, Mailbox
 from tests.generation.random_moves import at_random, moving
 from tests.matrices import matrix
 from tests.models import tiny_model

@@ -21,7 +21,7 @@ from lightning_realloc.callbacks import EMA
 from lightning_realloc.data.loader import BatchLoader
 from lightning_realloc.errors import ConfigError, ReallocError
 from lightning_realloc.generation import Speculation
-from lightning_realloc.runtime.messages.mailbox import FAILURE_DEADLINE_S
+from lightning_realloc.runtime.messages.failure_agreement import FAILURE_DEADLINE_S
 from lightning_realloc.runtime.parallel.shards import local_tensors
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.calls.weight_updates import BatchVersions, VersionLog
