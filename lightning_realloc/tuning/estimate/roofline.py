@@ -188,9 +188,11 @@ class RooflineEstimator:
 
     def _link_between(self, source: Layout, target: Layout) -> LinkRates | None:
         """Return the slowest link from a node of one layout to a node of the other; None: the usual one."""
+        if not self.cluster.node_links:
+            return None
         before, after = ({self.cluster.node_of(rank) for rank in one.ranks} for one in (source, target))
         pairs = np.array([(one, other) for one in before for other in after])
-        return slowest_link(pairs, self.cluster) if self.cluster.node_links else None
+        return slowest_link(pairs, self.cluster)
 
     def offload_seconds(self, num_bytes: float) -> float:
         """Return the seconds in which a rank copies this many bytes back from its host."""
