@@ -48,7 +48,6 @@ QUIET_STEPS, WAIT_STEPS = 8, 30
 def run_rank(rounds: int, folder: Path) -> dict[str, Any]:
     """Tune, let plans take turns, and wait for the timeline's warning. Collective."""
     import lightning as L
-    from lightning.pytorch.callbacks import Callback
 
     from benchmarks.workload import byte_tokenizer, random_prompts, share_of_vowels, stable_adam
     from lightning_realloc import GRPO, KL, AutoTuner, ReallocStrategy, SamplingParams, Timeline
@@ -57,7 +56,31 @@ def run_rank(rounds: int, folder: Path) -> dict[str, Any]:
         save_to=None, profile_cache=None, max_overhead=1.0, search_seconds=2.0, profile_seconds=10.0,
         drift_threshold=None,
     )  # fmt: skip
+    timeline = Timeline(folder / "record", predict=False, image_every_n_steps=None)
     found: dict[str, Any] = {"seconds": {}}
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, num_nodes=NUM_HOSTS, logger=False, enable_checkpointing=False, max_steps=400,
+        enable_progress_bar=False, enable_model_summary=False, strategy=ReallocStrategy(), max_epochs=-1,
+        callbacks=[tuner, _turns(tuner, rounds, folder, found), timeline],
+    )  # fmt: skip
+    module = GRPO(
+        _config(), tokenizer=byte_tokenizer(), optimizer=stable_adam(1e-4), reward=share_of_vowels,
+        kl=KL(0.01, estimator="k3", place="loss"), sampling=SamplingParams(n=4, max_new_tokens=16),
+    )  # fmt: skip
+    trainer.fit(module, random_prompts(8 * 64, length=8, batch_size=8))
+    return found
+
+
+def _turns(tuner: Any, rounds: int, folder: Path, found: dict[str, Any]) -> Any:
+    """Return a callback that installs plans in turns after the tuning, then announces their end.
+
+    Args:
+        tuner: The run's AutoTuner.
+        rounds: Turns of each plan.
+        folder: Folder for the announcement.
+        found: Gets the plans, and the seconds of their iterations.
+    """
+    from lightning.pytorch.callbacks import Callback
 
     class Turns(Callback):
         """After the tuning, installs plans in turns, then announces their end."""
@@ -106,17 +129,7 @@ def run_rank(rounds: int, folder: Path) -> dict[str, Any]:
             self.queue = list(plans) * rounds
             trainer.strategy.set_plan(self.plans[self.queue[0]])
 
-    trainer = L.Trainer(
-        accelerator="cpu", devices=1, num_nodes=NUM_HOSTS, logger=False, enable_checkpointing=False, max_steps=400,
-        enable_progress_bar=False, enable_model_summary=False, strategy=ReallocStrategy(), max_epochs=-1,
-        callbacks=[tuner, Turns(), Timeline(folder / "record", predict=False, image_every_n_steps=None)],
-    )  # fmt: skip
-    module = GRPO(
-        _config(), tokenizer=byte_tokenizer(), optimizer=stable_adam(1e-4), reward=share_of_vowels,
-        kl=KL(0.01, estimator="k3", place="loss"), sampling=SamplingParams(n=4, max_new_tokens=16),
-    )  # fmt: skip
-    trainer.fit(module, random_prompts(8 * 64, length=8, batch_size=8))
-    return found
+    return Turns()
 
 
 def _config() -> Any:
