@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -80,6 +81,18 @@ def test_samples_are_picked_by_id_and_by_position() -> None:
         assert picked.ragged("prompt_ids").to_lists() == [[3, 4, 5], [1, 2]]
         assert picked.tensor("rewards").tolist() == [2.0, 0.5]
         assert picked.objects("prompt") == ("five", "seven")
+
+
+@given(st.lists(st.lists(st.integers(0, 3), max_size=4), min_size=1, max_size=4))
+def test_several_selections_at_once_are_those_one_by_one(parts: list[list[int]]) -> None:
+    parts = [list(dict.fromkeys(part)) for part in parts]
+    sequences = Ragged.from_list([[1, 2], [], [3], [4, 5, 6]])
+    columns = {"s": sequences, "t": torch.arange(8.0).view(4, 2), "o": ("a", "b", "c", "d")}
+    samples = Samples(torch.tensor([5, 9, 2, 7]), columns)
+    for found, part in zip(
+        samples.select_parts([np.array(part, dtype=np.int64) for part in parts]), parts, strict=True
+    ):
+        assert found.equals(samples.select(part))
 
 
 def test_concatenating_the_parts_restores_the_samples() -> None:
