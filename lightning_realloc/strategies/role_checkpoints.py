@@ -21,9 +21,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_realloc.errors import ConfigError
+from lightning_realloc.errors import CheckpointError, ConfigError
 from lightning_realloc.remote_output import require_writable
-from lightning_realloc.remote_path import AnyPath, RemotePath, RetriedStore, as_path, is_remote
+from lightning_realloc.remote_path import AnyPath, RemotePath, as_path
 from lightning_realloc.runtime.messages.objects import broadcast_object, gather_on_first
 from lightning_realloc.strategies.checkpoints import hf_folder
 from lightning_realloc.strategies.checkpoints.background import BackgroundSave
@@ -125,6 +125,8 @@ class RoleCheckpoints:
             if waiting := placed.runner.waiting():
                 checkpoint[WAITING_BATCHES] = list(map(dict, waiting.batches))
         folder = as_path(broadcast_object(str(filepath), 0))
+        if not self._writes_in_background:
+            self.finish_saving()  # so that `last` points to no checkpoint that turns out to be missing
         same = self._latest.same_as(folder, checkpoint, placed.module.trainer)
         if (same := broadcast_object(None if same is None else str(same), 0)) is not None:
             with self._failed.tolerated(folder, placed.module.trainer):
@@ -161,7 +163,6 @@ class RoleCheckpoints:
     def _point(self, last: AnyPath, checkpoint: AnyPath) -> None:
         """Point ``last`` to a checkpoint that holds the same state. Collective over all ranks."""
         if not self._writes_in_background:
-            self.finish_saving()
             run_on_first_rank(lambda: point_to(last, checkpoint))
         elif self._placed.facts.rank == 0:
             self._background.after_completion(lambda: point_to(last, checkpoint))
@@ -181,10 +182,6 @@ class RoleCheckpoints:
             )
         folders = [path for callback in callbacks if (path := getattr(callback, "dirpath", None)) is not None]
 
-        for callback in callbacks:
-            if is_remote(getattr(callback, "dirpath", None)) and hasattr(callback, "_fs"):
-                callback._fs = RetriedStore(callback._fs)
-
         def check() -> None:
             for folder in folders:
                 require_writable(as_path(folder), prefix="ModelCheckpoint: ")
@@ -196,7 +193,11 @@ class RoleCheckpoints:
         if self._background.has_begun:
             latest, trainer = self._latest, self._placed.module.trainer
             with self._failed.tolerated(latest.path, trainer, step=latest.step):
-                self._background.finish()
+                try:
+                    self._background.finish()
+                except CheckpointError:
+                    latest.forget()
+                    raise
 
     def close(self) -> None:
         """Wait for the checkpoint that is written in the background, after a failure."""

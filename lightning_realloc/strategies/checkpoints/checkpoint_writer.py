@@ -90,7 +90,7 @@ def write_checkpoint(
     save = _Save(folder, target, models.facts.rank, state, results)
     run_on_first_rank(lambda: save.begin(meta, models, roles))
     try:
-        with _raising_as_unwritten(), models.raising_together(folder):
+        with _raising_as_unwritten(), models.raising_together(folder), name_write_errors(folder):
             _wait_for_file(target.content, META_FILE, models.facts.rank)
         with _raising_as_unwritten():
             save.shards.plan_on_all_ranks()

@@ -293,28 +293,31 @@ def remove_checkpoint(path: AnyPath) -> bool:
         from lightning_realloc.strategies.checkpoints.remote.remote_target import remove_remote_checkpoint
 
         return remove_remote_checkpoint(path)
-    if path.is_symlink():
-        path.unlink()
-        return True
-    if not is_checkpoint(path):
-        if os.path.lexists(path):
-            log.warning("%s is not a checkpoint of several models, and is not removed", path)
-        return True
-    age = age_s(path / ROLES_FILE) or 0.0
-    newer = [other for other in siblings(path) if (age_s(other / ROLES_FILE) or 0.0) >= age]
-    if newer and is_complete(path) and not any(map(is_complete, newer)):
-        log.warning("%s is not removed, since %s is newer but incomplete", path, newer[0])
-        return True
-    partial = partial_path(path)
     try:
-        point_links_elsewhere(path, siblings(path))
-        remove(partial)
-        os.rename(path, partial)
-        remove(partial)
+        if path.is_symlink():
+            path.unlink()
+        elif is_checkpoint(path):
+            _remove_folder(path)
+        elif os.path.lexists(path):
+            log.warning("%s is not a checkpoint of several models, and is not removed", path)
     except OSError as error:
         log.warning("%s was not removed: %s", path, error)
         return False
     return True
+
+
+def _remove_folder(path: Path) -> None:
+    """Remove a checkpoint, unless it is the one to resume from."""
+    age = age_s(path / ROLES_FILE) or 0.0
+    newer = [other for other in siblings(path) if (age_s(other / ROLES_FILE) or 0.0) >= age]
+    if newer and is_complete(path) and not any(map(is_complete, newer)):
+        log.warning("%s is not removed, since %s is newer but incomplete", path, newer[0])
+        return
+    point_links_elsewhere(path, siblings(path))
+    partial = partial_path(path)
+    remove(partial)
+    os.rename(path, partial)
+    remove(partial)
 
 
 def point_links_elsewhere(path: Path, found: Iterable[AnyPath]) -> None:

@@ -8,18 +8,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch.optim import Optimizer
 
 from lightning_realloc.errors import CheckpointError
-from lightning_realloc.remote_path import AnyPath, as_path, is_remote
-from lightning_realloc.retries.attempts import retried
+from lightning_realloc.remote_path import AnyPath, RetriedStore, as_path, is_remote
 from lightning_realloc.strategies.checkpoints.checkpoint import refuse_folder
-from lightning_realloc.strategies.checkpoints.checkpoint_files import checkpoint_files_in, run_on_first_rank
-from lightning_realloc.strategies.checkpoints.folders import point_links_elsewhere
+from lightning_realloc.strategies.checkpoints.checkpoint_files import run_on_first_rank
 from lightning_realloc.strategies.checkpoints.safety.failed_saves import FailedSaves
 from lightning_realloc.strategies.checkpoints.safety.last_pointer import LatestSave, name_last, repeat_file
+from lightning_realloc.strategies.checkpoints.safety.single_file import SingleFile
 from lightning_realloc.strategies.checkpoints.safety.write_errors import name_write_errors
 
 
@@ -52,6 +50,14 @@ class CheckpointedStrategy(ModelParallelStrategy):
     @abstractmethod
     def _roles(self) -> CheckpointHooks | None:
         """The checkpoints of roles; None for a module without calls."""
+
+    def on_train_start(self) -> None:
+        """Have callbacks that save checkpoints repeat their own calls of a store, such as listings."""
+        super().on_train_start()
+        module: Any = self.lightning_module
+        for callback in module.trainer.checkpoint_callbacks:
+            if is_remote(getattr(callback, "dirpath", None)) and hasattr(callback, "_fs"):
+                callback._fs = RetriedStore(callback._fs)
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -96,24 +102,19 @@ class CheckpointedStrategy(ModelParallelStrategy):
     def _save_file(self, checkpoint: dict[str, Any], path: AnyPath, storage_options: object) -> None:
         module: Any = self.lightning_module
         latest, trainer = self._latest_file, module.trainer
-        other = latest.same_as(path, checkpoint, trainer) if type(self.checkpoint_io) is TorchCheckpointIO else None
+        file = SingleFile(path, self.checkpoint_io)
+        other = latest.same_as(path, checkpoint, trainer) if file.is_default else None
         if other is not None and repeat_file(path, other):
             return
         latest.forget()
         self.failed_saves.keep(path)
         with self.failed_saves.tolerated(path, trainer), name_write_errors(path):
-            retried(lambda: Strategy.save_checkpoint(self, checkpoint, str(path), storage_options), path)
+            file.write(checkpoint, storage_options)
             latest.remember(path, checkpoint)
         self._remove_replaced_files()
 
     def _remove_replaced_files(self) -> None:
-        def remove(path: AnyPath) -> bool:
-            if isinstance(path, Path):
-                point_links_elsewhere(path, checkpoint_files_in(path.parent))
-            self.checkpoint_io.remove_checkpoint(str(path))
-            return True
-
-        self.failed_saves.remove_replaced(remove)
+        self.failed_saves.remove_replaced(lambda path: SingleFile(path, self.checkpoint_io).remove())
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint on rank 0, once the one that replaces it is complete; keep folders of other things."""
@@ -139,11 +140,7 @@ class CheckpointedStrategy(ModelParallelStrategy):
             name_last(path, checkpoint, module.trainer)
             return checkpoint
         refuse_folder(path)
-        if not path.exists():
-            raise CheckpointError(
-                f"there is no checkpoint {path}; correct ckpt_path, or leave it out to start from the beginning"
-            )
-        read = retried(lambda: self.checkpoint_io.load_checkpoint(str(path), weights_only=weights_only), path)
+        read = SingleFile(path, self.checkpoint_io).read(weights_only=weights_only)
         name_last(path, read, module.trainer)
         return read
 

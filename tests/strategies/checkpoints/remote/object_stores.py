@@ -36,6 +36,8 @@ class ObjectStore(AbstractFileSystem):
     """Files that this process may still open to read; None: all."""
     faults: Faults | None = None
     """Failures of this process's calls; None: none."""
+    copies = True
+    """Whether it copies objects by itself."""
     num_written = 0
     """Objects that this process has written."""
 
@@ -72,6 +74,14 @@ class ObjectStore(AbstractFileSystem):
         """Remove an object."""
         _meet_faults("rm_file", path)
         Path(self._strip_protocol(path)).unlink()
+
+    def cp_file(self, path1: str, path2: str, **options: Any) -> None:
+        """Copy an object in one request."""
+        if not self.copies:
+            raise NotImplementedError
+        _meet_faults("cp_file", path2)
+        with _Upload(Path(self._strip_protocol(path2))) as upload:
+            io.BytesIO.write(upload, Path(self._strip_protocol(path1)).read_bytes())
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Do nothing: there are no folders."""
