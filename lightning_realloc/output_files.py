@@ -95,7 +95,8 @@ def _write_whole(path: Path, content: bytes) -> None:
 def added_files(folder: Path, *, last: Collection[str] = (), replaces: str | None = None) -> Iterator[Path]:
     """Give an empty folder to write to, whose files move into ``folder`` once all are written.
 
-    If writing fails, ``folder`` stays as it was. The disk must have room for old and new files together.
+    If writing fails, ``folder`` stays as it was. A kill while files move leaves it without the ``last`` ones, and never
+    with new and old files together. The disk must have room for both.
 
     Args:
         folder: Folder to add the files to. Files of the same names are replaced, others stay.
@@ -112,10 +113,10 @@ def added_files(folder: Path, *, last: Collection[str] = (), replaces: str | Non
         new = sorted(partial.iterdir(), key=lambda file: file.name in last)
         earlier = () if replaces is None else folder.glob(replaces)
         stale = {file.name for file in earlier} - {file.name for file in new}
+        for name in (*last, *stale):
+            (folder / name).unlink(missing_ok=True)
         for file in new:
             retried(partial_function(os.replace, file, folder / file.name), folder)
-        for name in stale:
-            (folder / name).unlink()
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         if is_new:

@@ -9,13 +9,14 @@ import logging
 import os
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
 from lightning_realloc.errors import CheckpointError, ConfigError, ReallocError, UnwrittenCheckpoint, describe_error
-from lightning_realloc.output_files import write_problem
+from lightning_realloc.output_files import PARTIAL, write_problem
 from lightning_realloc.remote_path import AnyPath, RemotePath, files_below
 from lightning_realloc.retries.attempts import TRIES
 
@@ -37,13 +38,16 @@ def require_writable(folder: AnyPath, *, prefix: str = "", error: type[ReallocEr
 def uploaded_folder(folder: AnyPath, *, last: str, replaces: str) -> Iterator[Path]:
     """Give a folder to write to: ``folder`` itself or, for an address, one on this machine that is uploaded at the end.
 
+    An earlier model stays until all new files are in the store, in a folder below, from which the store copies them.
+
     Args:
         folder: Folder or address.
-        last: Name of the file by which a reader knows that the folder is complete. It is removed first, written last.
+        last: Name of the file by which a reader knows that the folder is complete. It is removed before any other file
+            changes, and written last.
         replaces: Pattern of earlier files that are removed unless a new one has their name.
 
     Raises:
-        CheckpointError: if the store fails. What was uploaded is removed, unless the store does not answer.
+        CheckpointError: if the store fails. It says what is left there.
     """
     if isinstance(folder, Path):
         yield folder
@@ -55,21 +59,48 @@ def uploaded_folder(folder: AnyPath, *, last: str, replaces: str) -> Iterator[Pa
 
 def _upload(source: Path, target: RemotePath, *, last: str, replaces: str) -> None:
     files = sorted(files_below(source).items(), key=lambda item: item[0] == last)
-    new = {name: target / name for name, _ in files}
+    staged = target / f"{PARTIAL}-{uuid.uuid4().hex[:12]}"
+    left, removed = "earlier files there are unchanged", staged
     try:
-        if (target / last).is_file():
+        if has_earlier := (target / last).is_file():
+            for name, file in files:
+                (staged / name).upload(Path(str(file)))
+            left, removed = f"no model is there until {staged} is copied to it", None
             (target / last).unlink()
-        for name, file in files:
-            new[name].upload(Path(str(file)))
+        else:
+            left, removed = "no model is left there", target
         earlier = [path for path in target.files() if path.parent == target]  # not those of folders below it
+        new = dict(files)
         target.remove_below([path for path in earlier if fnmatch(path.name, replaces) and path.name not in new])
+        for name, file in files:
+            _put(target / name, Path(str(file)), staged / name if has_earlier else None)
     except Exception as error:  # stores raise errors of any class
-        with suppress(Exception):
-            target.remove_below([path for path in target.files() if path in new.values()])
+        if removed is not None:
+            with suppress(Exception):
+                removed.remove_below([removed / name for name, _ in files])
         raise UnwrittenCheckpoint(
-            f"{target} cannot be written: {describe_error(error)}; no model is left there, write it again or "
-            f"give another address"
+            f"{target} cannot be written: {describe_error(error)}; {left}, write it again or give another address"
         ) from error
+    _remove_staged(target)
+
+
+def _remove_staged(target: RemotePath) -> None:
+    """Remove files of this upload, and of earlier ones that a kill has ended, from the folders that were copied."""
+    try:
+        target.remove_below([path for path in target.files() if f"{target}/{PARTIAL}-" in str(path)])
+    except Exception as error:  # stores raise errors of any class
+        log.warning("%s is complete, but files next to it were not removed: %s", target, describe_error(error))
+
+
+def _put(place: RemotePath, file: Path, staged: RemotePath | None) -> None:
+    """Write a file, as the store's own copy of a staged one if it can make that."""
+    try:
+        if staged is not None:
+            place.copy_from(staged)
+            return
+    except NotImplementedError:  # some stores copy nothing
+        pass
+    place.upload(file)
 
 
 @contextmanager

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +20,15 @@ from lightning_realloc.callbacks.loggers.logged_table import Table
 from lightning_realloc.commands.dashboard_command import run_dashboard
 from lightning_realloc.commands.report_command import run_report
 from lightning_realloc.errors import CheckpointError, ConfigError
+from lightning_realloc.output_files import added_files
 from lightning_realloc.recording.rank_recorder import JsonLines
 from lightning_realloc.recording.reader import read_run
-from lightning_realloc.remote_output import UPLOAD_EVERY_S, UploadedText, local_copy
-from lightning_realloc.remote_path import RemotePath, as_path
+from lightning_realloc.remote_output import UPLOAD_EVERY_S, UploadedText, local_copy, uploaded_folder
+from lightning_realloc.remote_path import AnyPath, RemotePath, as_path
 from lightning_realloc.strategies.checkpoints.export import export_checkpoint
 from tests.matrices import matrix
 from tests.strategies import runs
-from tests.strategies.checkpoints.remote.object_stores import ObjectStore, address, objects
+from tests.strategies.checkpoints.remote.object_stores import Faults, ObjectStore, address, objects
 
 
 @pytest.fixture(autouse=True)
@@ -128,20 +132,99 @@ def test_a_model_for_the_hub_is_written_to_a_disk() -> None:
 
 # ---- a store that fails
 @pytest.mark.parametrize("room", matrix([0, 2_000, 100_000], 2_000))
-def test_an_export_that_fails_midway_leaves_no_model_in_one_line(store: Path, tmp_path: Path, room: int) -> None:
-    target = address(tmp_path / "model")
-    for earlier in (False, True):
+def test_an_export_that_fails_midway_leaves_no_model_or_the_earlier_one(store: Path, tmp_path: Path, room: int) -> None:
+    target, folder = address(tmp_path / "model"), tmp_path / "model"
+    for has_earlier in (False, True):
+        before = {name: (folder / name).read_bytes() for name in objects(folder)}
         ObjectStore.bytes_left = room
         with pytest.raises(CheckpointError) as error:
-            export_checkpoint(address(store / "run.ckpt"), target)
+            export_checkpoint(address(store / "run.ckpt"), target, dtype="bfloat16")
         ObjectStore.bytes_left = None
         told = "cannot be written: ConnectionError: the store has closed the connection; "
         assert str(error.value).startswith(f"{target} {told}") and "\n" not in str(error.value)
-        assert list(objects(tmp_path / "model")) == []
-        if not earlier:
+        assert {name: (folder / name).read_bytes() for name in objects(folder)} == before
+        if not has_earlier:
             export_checkpoint(address(store / "run.ckpt"), target)
     export_checkpoint(address(store / "run.ckpt"), target)
     AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+
+
+class Killed(BaseException):
+    """Ends a process at once: nothing is cleaned up."""
+
+
+def _model_files(folder: Path) -> dict[str, bytes] | None:
+    """Return the files that ``from_pretrained`` may read; None without a config, as it then reads none."""
+    found = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} if folder.is_dir() else {}
+    return found if "config.json" in found else None
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_kill_at_any_call_of_the_store_mixes_no_two_models(
+    tmp_path: Path, copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = {"model.safetensors": b"new", "config.json": b"{new}", "tokenizer.json": b"new"}
+    shards = {f"model-0000{number}-of-00002.safetensors": b"old" for number in (1, 2)}
+    old = {**shards, "model.safetensors.index.json": b"old", "config.json": b"{old}", "tokenizer.json": b"old"}
+    monkeypatch.setattr(ObjectStore, "copies", copies)
+    seen = set()
+    for case, (first, second) in enumerate([(old, new), (new, old), (None, new)]):
+        for killed_at in itertools.count():
+            folder, calls = tmp_path / f"{case}-{killed_at}", itertools.count()
+            folder.mkdir()
+            for name, content in (first or {}).items():
+                (folder / name).write_bytes(content)
+
+            def kill(name: str, path: str, now_s: float, calls: Any = calls, killed_at: int = killed_at) -> bool:
+                if next(calls) == killed_at:
+                    raise Killed
+                return False
+
+            monkeypatch.setattr(ObjectStore, "faults", Faults(kill))
+            try:
+                _upload_all(second, as_path(address(folder)))
+                break
+            except Killed:
+                pass
+            finally:
+                monkeypatch.setattr(ObjectStore, "faults", None)
+            left = _model_files(folder)
+            assert left in (None, first, second), f"killed at call {killed_at}: {left}"
+            seen.add("none" if left is None else "first" if left == first else "second")
+            _upload_all(second, as_path(address(folder)))
+            assert {name: (folder / name).read_bytes() for name in objects(folder)} == second, (
+                "and nothing is left over"
+            )
+    assert seen >= {"none", "first", "second"}
+
+
+def _upload_all(files: Mapping[str, bytes], target: AnyPath) -> None:
+    with uploaded_folder(target, last="config.json", replaces="model*.safetensors*") as folder:
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+
+
+def test_a_kill_while_files_move_on_a_disk_mixes_no_two_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replaced = os.replace
+    for killed_at in range(4):
+        folder, moves = tmp_path / str(killed_at), itertools.count()
+        folder.mkdir()
+        old = {"config.json": b"old", "a.safetensors": b"old", "b.safetensors": b"old"}
+        for name, content in old.items():
+            (folder / name).write_bytes(content)
+
+        def kill(source: Path, target: Path, moves: Any = moves, killed_at: int = killed_at) -> None:
+            if next(moves) == killed_at:
+                raise Killed
+            replaced(source, target)
+
+        monkeypatch.setattr(os, "replace", kill)
+        new = {"config.json": b"new", "a.safetensors": b"new", "c.safetensors": b"new"}
+        with suppress(Killed), added_files(folder, last=("config.json",), replaces="*.safetensors") as partial:
+            for name, content in new.items():
+                (partial / name).write_bytes(content)
+        assert _model_files(folder) in (None, new)
+    assert _model_files(folder) == new
 
 
 @pytest.mark.parametrize(

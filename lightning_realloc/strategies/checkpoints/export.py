@@ -97,8 +97,9 @@ def check_output(folder: AnyPath) -> None:
         raise CheckpointError(f"{folder} is a file; a Hugging Face model is a folder, give another path")
     require_writable(folder)
     earlier = (CONFIG_FILE, ADAPTER_CONFIG_FILE)
-    others = folder.is_dir() and any(file.name != PARTIAL for file in folder.iterdir())  # a kill leaves it
-    if others and not any((folder / name).is_file() for name in earlier):
+    found = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
+    was_begun = any(name.startswith(PARTIAL) for name in found)  # a kill leaves it
+    if found and not was_begun and not any((folder / name).is_file() for name in earlier):
         raise CheckpointError(
             f"{folder} holds files but no earlier export that could be overwritten; give a new or empty folder"
         )
