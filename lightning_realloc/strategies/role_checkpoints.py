@@ -42,6 +42,7 @@ from lightning_realloc.strategies.checkpoints.model_card import make_model_card
 from lightning_realloc.strategies.checkpoints.optimizer_settings import follow_given_rates, stored_settings
 from lightning_realloc.strategies.checkpoints.safety.failed_saves import FailedSaves
 from lightning_realloc.strategies.checkpoints.safety.last_pointer import LatestSave, point_to, pointed_checkpoint
+from lightning_realloc.strategies.checkpoints.safety.leftovers import Leftovers
 from lightning_realloc.strategies.checkpoints.safety.write_errors import name_write_errors
 from lightning_realloc.strategies.checkpoints.waiting_samples import WAITING_BATCHES, encode_results, read_waiting
 from lightning_realloc.strategies.exchange.waiting_batches import WaitingBatches
@@ -76,6 +77,7 @@ class RoleCheckpoints:
         self._background = BackgroundSave()
         self._latest = LatestSave()
         self._failed = failed_saves
+        self._leftovers = Leftovers(failed_saves)
 
     def module_state(self) -> dict[str, Any]:
         """Return the part of the module's state that rank 0 writes; see `unsharded_state`. Collective."""
@@ -151,8 +153,9 @@ class RoleCheckpoints:
                 background=self._background if self._writes_in_background else None,
             )
             self._latest.remember(folder, checkpoint)
-        if placed.facts.rank == 0:
+        if placed.facts.rank == 0 and self._latest.path is not None:
             self._background.after_completion(self._remove_replaced)
+            self._background.after_completion(lambda: self._leftovers.remove_next_to(folder))
 
     @property
     def _writes_in_background(self) -> bool:

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 _PARTIAL = ".partial"
 _TOKEN = uuid.uuid4().hex[:8]
 """Part of this process's name as a writer: the system may give its number to another process later."""
-_PARTIAL_END = re.compile(r"\.(?:([^.]+-\d+-[0-9a-f]+)\.)?partial")
+_PARTIAL_END = re.compile(r"\.(?:([^.]+-\d+-[0-9a-f]+)\.)?partial\Z")
 """End of a partial folder's name with its `writer_name`, which has no dots: else ``a.b`` could be ``a`` of a writer."""
 ABANDONED_AFTER_S = 3600.0
 """Seconds without a change after which another host's partial folder is removed. Fewer: a slow save is taken for one
@@ -97,8 +97,27 @@ def _is_abandoned(partial: Path, writer: str, *, after_s: float) -> bool:
     space, _, number = writer.rpartition("-")[0].rpartition("-")
     if space == _process_space() and not _is_running(int(number)):
         return True
-    changes = [path.stat().st_mtime for path in (partial, *partial.rglob("*")) if path.exists()]
-    return max(changes, default=0.0) + after_s < time.time()
+    try:
+        inside = () if partial.is_symlink() else partial.rglob("*")
+        return max(path.lstat().st_mtime for path in (partial, *inside)) + after_s < time.time()
+    except FileNotFoundError:  # its writer is at work
+        return False
+
+
+def abandoned_partials(folder: Path) -> list[Path]:
+    """Return the partial paths of all checkpoints in a folder to which no process writes any more.
+
+    A complete folder that was not yet moved to its path is kept: a run may resume from it.
+    """
+    found = [(path, end) for path in folder.iterdir() if (end := _PARTIAL_END.search(path.name)) and end[1]]
+    left = [(path, end) for path, end in found if _is_abandoned(path, end[1], after_s=ABANDONED_AFTER_S)]
+    return [path for path, end in left if not _is_needed(path, path.with_name(path.name[: end.start()]))]
+
+
+def _is_needed(partial: Path, target: Path) -> bool:
+    """Return whether a partial folder is the only checkpoint of its path."""
+    is_folder = partial.is_dir() and not partial.is_symlink()
+    return is_folder and not os.path.lexists(target) and is_complete(partial)
 
 
 def _is_running(process: int) -> bool:

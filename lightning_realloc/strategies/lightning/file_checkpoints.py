@@ -17,6 +17,7 @@ from lightning_realloc.strategies.checkpoints.checkpoint import refuse_folder
 from lightning_realloc.strategies.checkpoints.checkpoint_files import run_on_first_rank
 from lightning_realloc.strategies.checkpoints.safety.failed_saves import FailedSaves
 from lightning_realloc.strategies.checkpoints.safety.last_pointer import LatestSave, name_last, repeat_file
+from lightning_realloc.strategies.checkpoints.safety.leftovers import Leftovers
 from lightning_realloc.strategies.checkpoints.safety.single_file import SingleFile
 from lightning_realloc.strategies.checkpoints.safety.write_errors import name_write_errors
 
@@ -111,6 +112,8 @@ class CheckpointedStrategy(ModelParallelStrategy):
         with self.failed_saves.tolerated(path, trainer), name_write_errors(path):
             file.write(checkpoint, storage_options)
             latest.remember(path, checkpoint)
+            if isinstance(path, Path):
+                Leftovers(self.failed_saves).remove_next_to(path)
         self._remove_replaced_files()
 
     def _remove_replaced_files(self) -> None:

@@ -6,6 +6,7 @@ folder, and is written last, in one request: until then the earlier checkpoint a
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import tempfile
@@ -93,6 +94,18 @@ def remove_saves(folder: RemotePath, *, keep: str) -> None:
     """Remove the files of all saves at a path but one."""
     stale = (name for name in files_below(folder) if _SAVE.fullmatch(name) and not name.startswith(f"{keep}/"))
     folder.remove_below([folder / name for name in stale])
+
+
+def unfinished_saves(folder: RemotePath) -> list[RemotePath]:
+    """Return the folders of saves to a checkpoint's path that its ``realloc.json`` does not name; none elsewhere."""
+    try:
+        saves = [one for one in folder.iterdir() if _SAVE.fullmatch(f"{one.name}/-")]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    if not saves or not is_checkpoint(folder):
+        return saves
+    description = json.loads((folder / ROLES_FILE).read_bytes())
+    return [one for one in saves if one.name != description.get(CONTENT)]
 
 
 def remove_remote_checkpoint(folder: RemotePath) -> bool:
