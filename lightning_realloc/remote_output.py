@@ -60,7 +60,8 @@ def uploaded_folder(folder: AnyPath, *, last: str, replaces: str) -> Iterator[Pa
 def _upload(source: Path, target: RemotePath, *, last: str, replaces: str) -> None:
     files = sorted(files_below(source).items(), key=lambda item: item[0] == last)
     staged = target / f"{PARTIAL}-{uuid.uuid4().hex[:12]}"
-    left, removed = "earlier files there are unchanged", staged
+    left = "earlier files there are unchanged"
+    removed: RemotePath | None = staged
     try:
         if has_earlier := (target / last).is_file():
             for name, file in files:

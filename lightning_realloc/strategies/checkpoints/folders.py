@@ -116,8 +116,9 @@ def abandoned_partials(folder: Path) -> list[Path]:
 
 def _is_needed(partial: Path, target: Path) -> bool:
     """Return whether a partial folder is the only checkpoint of its path."""
-    is_folder = partial.is_dir() and not partial.is_symlink()
-    return is_folder and not os.path.lexists(target) and is_complete(partial)
+    if partial.is_symlink() or not partial.is_dir() or os.path.lexists(target):
+        return False
+    return is_complete(partial)
 
 
 def _is_running(process: int) -> bool:

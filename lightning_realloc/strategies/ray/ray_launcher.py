@@ -23,8 +23,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
-from lightning_realloc.errors import ConfigError, RankLost
-from lightning_realloc.remote_path import as_path
+from lightning_realloc.errors import CheckpointError, ConfigError, RankLost, describe_error
+from lightning_realloc.remote_path import AnyPath, as_path
 from lightning_realloc.strategies.checkpoints.checkpoint_files import is_complete
 from lightning_realloc.strategies.lightning.failures import report_failures
 from lightning_realloc.strategies.lightning.last_checkpoint import with_last_resolved
@@ -193,6 +193,7 @@ class RayLauncher(FullStateLauncher):
     # ---- attempts
     def _run_attempts(self, work: RankWork, placement: RayPlacement) -> Any:
         """Run the ranks, again from the last checkpoint after each of the allowed failures."""
+        import ray
         from ray import cloudpickle
 
         allowed = self._max_failures
@@ -212,7 +213,7 @@ class RayLauncher(FullStateLauncher):
             except RankLost as error:
                 if saved is None or failures == allowed:
                     raise
-                failures, loss, work = failures + 1, error, _resumed(work, saved)
+                failures, loss, work = failures + 1, error, restarted(work, ray.get(saved.read.remote()))
                 begin = inspect.signature(work.function).bind(*work.args, **work.kwargs).arguments.get("ckpt_path")
                 rank_zero_warn(
                     f"{error}; failure {failures} of {allowed}, starting again from {begin or 'the beginning'}"
@@ -313,17 +314,36 @@ def _checkpoint_list() -> CheckpointList:
     return cast(CheckpointList, started)
 
 
-def _resumed(work: RankWork, saved: CheckpointList) -> RankWork:
-    """Return the work from its newest complete checkpoint; as it was if none has been saved, or for no fit."""
-    import ray
+def restarted(work: RankWork, saved: Sequence[str]) -> RankWork:
+    """Return the work from its newest complete checkpoint; as it was if none has been saved, or for no fit.
 
-    newest = last_complete(ray.get(saved.read.remote()))
+    Args:
+        saved: Paths and addresses of its checkpoints, in the order of the saves.
+
+    Raises:
+        CheckpointError: if a store cannot be read. The run would start from an earlier step, and replace checkpoints.
+    """
+    newest = last_complete(saved)
     return work if newest is None else work.resumed_from(newest)
 
 
 def last_complete(paths: Sequence[str]) -> str | None:
-    """Return the last path or address of a complete checkpoint, a folder or a file; None without one."""
-    return next((path for path in reversed(paths) if is_complete(as_path(path))), None)
+    """Return the last path or address of a complete checkpoint, a folder or a file; None without one.
+
+    Raises:
+        CheckpointError: if a store cannot be read.
+    """
+    return next((path for path in reversed(paths) if _is_complete(as_path(path))), None)
 
 
-__all__ = ["RayLauncher", "RankWork", "last_complete"]
+def _is_complete(path: AnyPath) -> bool:
+    try:
+        return path.exists() and is_complete(path)
+    except Exception as error:  # stores raise errors of any class
+        raise CheckpointError(
+            f"the last checkpoint is not known, since {path} cannot be read: {describe_error(error)}; start again with "
+            f"ckpt_path='last' when it answers"
+        ) from error
+
+
+__all__ = ["RayLauncher", "RankWork", "last_complete", "restarted"]

@@ -11,15 +11,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_realloc.errors import ConfigError, DataError, RankLost
+from lightning_realloc.errors import CheckpointError, ConfigError, DataError, RankLost
+from lightning_realloc.retries import attempts
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.lightning.launch_options import LaunchOptions
 from lightning_realloc.strategies.ray import ray_cluster
 from lightning_realloc.strategies.ray.bundles import RayPlacement
 from lightning_realloc.strategies.ray.rank_group import RankGroup
-from lightning_realloc.strategies.ray.ray_launcher import RankWork, RayLauncher, last_complete
+from lightning_realloc.strategies.ray.ray_launcher import RankWork, RayLauncher, last_complete, restarted
 from lightning_realloc.strategies.ray.ray_ranks import (
     RankFailure,
     RankPlace,
@@ -28,6 +30,7 @@ from lightning_realloc.strategies.ray.ray_ranks import (
     rank_environments,
 )
 from tests.strategies import runs
+from tests.strategies.checkpoints.remote.object_stores import Faults, ObjectStore, address
 
 HAS_RAY = ray_cluster.ray_version() is not None
 needs_ray = pytest.mark.skipif(not HAS_RAY, reason="needs Ray: pip install 'lightning-realloc[ray]'")
@@ -152,6 +155,41 @@ def test_the_last_complete_checkpoint_is_chosen(tmp_path: Path) -> None:
     torn.write_bytes(complete.read_bytes()[:-1])
     assert last_complete([str(removed), str(complete), str(begun), str(torn)]) == str(complete)
     assert last_complete([str(removed), str(begun)]) is None
+
+
+def test_a_run_in_a_store_starts_again_from_its_last_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[str] = []
+    begun: list[int] = []
+
+    def fit(max_steps: int, ckpt_path: str | None = None) -> None:
+        saves = ModelCheckpoint(
+            address(tmp_path), "{step}", every_n_train_steps=1, save_top_k=-1, save_last=True,
+            enable_version_counter=False,
+        )  # fmt: skip
+        strategy = ReallocStrategy("static")
+        strategy.on_checkpoint = saved.append  # as a rank of Ray reports them
+        fitted = runs.trainer(strategy, 1, max_steps=max_steps, enable_checkpointing=True, callbacks=[saves])
+        fitted.fit(runs.sft(), runs.Batches(3, responses=True), ckpt_path=ckpt_path)
+        begun.append(fitted.global_step)
+
+    fit(2)
+    assert saved == [address(tmp_path / name) for name in ("step=1.ckpt", "last.ckpt", "step=2.ckpt", "last.ckpt")]
+    work = RankWork(object.__new__(RayLauncher), fit, (3,), {}, None, None)  # type: ignore[arg-type]
+    assert restarted(work, []) is work
+    unfinished = address(tmp_path / "step=3.ckpt")  # was being written when the rank was lost
+    (tmp_path / "step=3.ckpt" / "save-0123456789ab").mkdir(parents=True)
+    (tmp_path / "step=3.ckpt" / "save-0123456789ab" / "meta.pt").write_bytes(b"")
+    again = restarted(work, [*saved, unfinished])
+    assert again.args == (3, address(tmp_path / "step=2.ckpt"))
+    monkeypatch.setattr(ObjectStore, "faults", faults := Faults(lambda name, path, now_s: True))
+    monkeypatch.setattr(attempts, "sleep", faults.wait)
+    with pytest.raises(CheckpointError, match=r"^the last checkpoint is not known, since .*: ConnectionResetError: .*"):
+        restarted(work, saved)
+    monkeypatch.setattr(ObjectStore, "faults", None)
+    again.function(*again.args)
+    assert begun == [2, 3]
 
 
 # ---- settings
