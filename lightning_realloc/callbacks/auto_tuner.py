@@ -23,7 +23,7 @@ from lightning_realloc.callbacks.iteration_clock import (
     mean_factors,
 )
 from lightning_realloc.callbacks.reallocation import ParameterReallocation
-from lightning_realloc.callbacks.run_view import run_view
+from lightning_realloc.callbacks.run_view import measure_links_again, run_view
 from lightning_realloc.callbacks.tuning_report import Measured, comparison_table, describe_outcome
 from lightning_realloc.callbacks.tuning_resume import plan_ranks, reason_not_to_resume, tuning_settings
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
@@ -291,6 +291,8 @@ class AutoTuner(Callback):
         """Measure passes if the time suffices; search on rank 0 and broadcast the plans."""
         run = run_view(trainer)
         begin = time.perf_counter()
+        if self.tuner.num_tunings and run.links is not None:
+            measure_links_again(run)  # one may be why iterations take longer
         with run.runner.record.during("measuring passes"):
             profile = run.profile(self._profiled_lengths, cache=self._cache, seconds=action.profile_seconds)
         self.evaluator = run.plan_evaluator(self._profiled_lengths, profile, self._factors)

@@ -9,11 +9,12 @@ from typing import Protocol, cast
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.dataflow.dataflow import Dataflow
 from lightning_realloc.remote_path import AnyPath
-from lightning_realloc.runtime.measure.link_table import LinkTable
+from lightning_realloc.runtime.measure.links import RunLinks, describe_links
 from lightning_realloc.strategies.calls.call_runner import CallRunner
 from lightning_realloc.strategies.checkpoints.safety.failed_saves import FailedSaves
 from lightning_realloc.strategies.measure.profiling import Profile
@@ -32,7 +33,7 @@ class RunView(Protocol):
     lengths: Lengths | None
     max_staleness: int
     generation_chunks: int
-    links: LinkTable | None
+    links: RunLinks | None
     failed_saves: FailedSaves
 
     @property
@@ -54,6 +55,21 @@ class RunView(Protocol):
     def save_huggingface(
         self, role: str, folder: str | AnyPath, *, dtype: str | torch.dtype | None = None, merge: bool = False
     ) -> None: ...
+
+
+def measure_links_again(run: RunView) -> bool:
+    """Measure the links between nodes again, and warn of those that have become slow; return whether there are any.
+
+    Only where they are measured. Collective over all ranks, between iterations.
+    """
+    assert run.links is not None, "links between nodes are measured"
+    with run.runner.collective("measuring links"):
+        fall = run.links.measure_again()
+    if fall is None:
+        rank_zero_info(f"iterations became slower, but links are as at the start; {describe_links(run.links.cluster)}")
+    else:
+        rank_zero_warn(fall)
+    return fall is not None
 
 
 def run_view(trainer: Trainer) -> RunView:

@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_realloc.callbacks.auto_tuner import AutoTuner
 from lightning_realloc.callbacks.loggers.writers import LoggerOutput, Picture, shows_pictures
 from lightning_realloc.callbacks.phase import PhaseCallback
-from lightning_realloc.callbacks.run_view import run_view
+from lightning_realloc.callbacks.run_view import measure_links_again, run_view
 from lightning_realloc.errors import ConfigError, ReallocError
 from lightning_realloc.recording.evaluations import SCORES_FILE, EvaluationRecord
 from lightning_realloc.recording.events import (
@@ -37,7 +36,6 @@ from lightning_realloc.recording.events import (
 )
 from lightning_realloc.recording.iteration_picture import MAX_RANKS_OF_IMAGE, draw_iteration
 from lightning_realloc.recording.iteration_record import FORMAT, WeightMove, is_detailed
-from lightning_realloc.recording.link_watch import LinkWatch, describe_fall
 from lightning_realloc.recording.pieces import TimePiece
 from lightning_realloc.recording.rank_recorder import (
     EVENTS_FILE,
@@ -51,7 +49,7 @@ from lightning_realloc.recording.rank_recorder import (
 from lightning_realloc.recording.trace import write_trace
 from lightning_realloc.remote_output import local_copy, require_writable
 from lightning_realloc.remote_path import AnyPath, RemotePath, as_path
-from lightning_realloc.runtime.measure.links import measure_pairs
+from lightning_realloc.runtime.measure.link_watch import LinkWatch
 from lightning_realloc.runtime.measure.usage import EnergyMeter, resident_bytes
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.transfer.executor import ReallocationReport
@@ -216,22 +214,8 @@ class Timeline(PhaseCallback):
         self._write_metrics(trainer, lambda name: not name.startswith((*HELD_OUT, "test/")))
         if self._link_watch is not None:
             metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-            if self._link_watch.record(metrics):
-                self._measure_links(trainer)
-
-    def _measure_links(self, trainer: Trainer) -> None:
-        """Measure the links between nodes again, and warn of those that have become slow. Collective over all ranks."""
-        run = run_view(trainer)
-        before = run.links
-        assert before is not None, "links are watched where they were measured"
-        with run.runner.collective("measuring links"):
-            after = measure_pairs(trainer.strategy.root_device, before.hosts, trainer.world_size // len(before.hosts))
-        fall = describe_fall(before, after)
-        if fall is not None:
-            rank_zero_warn(fall)
-            self._link_watch = None  # one warning is enough
-        else:
-            rank_zero_info(f"iterations became slower, but links are as at the start; {after.describe()}")
+            if self._link_watch.record(metrics) and measure_links_again(run_view(trainer)):
+                self._link_watch = None  # one warning is enough
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the validation out of the next iteration."""

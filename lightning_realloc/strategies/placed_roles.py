@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,14 +98,12 @@ class PlacementOptions:
 class PlacedRoles:
     """Owns the pool of models of one LightningModule, its call runner and its offloader."""
 
-    facts: RunFacts
-    """This rank among those of the run, once it begins."""
-
     def __init__(self, optimizers: LightningOptimizers, stop: StopRequest, options: PlacementOptions) -> None:
         self._optimizers = optimizers
         self._stop = stop
         self._options = options
         self._plan = options.plan
+        self._read_facts: Callable[[], RunFacts]
         self._pool: ModelPool | None = None
         self._runner: CallRunner | None = None
         self._offloader: Offloader | None = None
@@ -113,6 +111,11 @@ class PlacedRoles:
         """The LightningModule of the run; None before it begins."""
         self._watchdog: Watchdog | None = None
         self._record = FlightRecord()
+
+    @property
+    def facts(self) -> RunFacts:
+        """This rank among those of the run, once that has begun; links between nodes may be measured again in it."""
+        return self._read_facts()
 
     @property
     def pool(self) -> ModelPool:
@@ -154,9 +157,9 @@ class PlacedRoles:
         )
 
     # ---- a run's beginning and end
-    def begin(self, module: nn.Module, facts: RunFacts) -> None:
+    def begin(self, module: nn.Module, read_facts: Callable[[], RunFacts]) -> None:
         """Begin a run of a module; first free the models of another one."""
-        self.facts = facts
+        self._read_facts = read_facts
         if self.module is module:
             return
         if self._pool is not None:

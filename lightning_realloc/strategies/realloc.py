@@ -188,10 +188,8 @@ class ReallocStrategy(DataParallelStrategy):
 
         Measuring takes about ``seconds`` at most; None where that is too little. A cached profile takes none.
         """
-        builder = self._placed.builder()
-        machine = Machine(
-            options=builder.options, meshes=self.pool.meshes, forward_context=self._optimizer_hooks.forward_context
-        )
+        builder, context = self._placed.builder(), self._optimizer_hooks.forward_context
+        machine = Machine(options=builder.options, meshes=self.pool.meshes, forward_context=context)
         return profile_models(builder, machine, iterations, cache=cache, seconds=seconds)
 
     def plan_evaluator(
@@ -204,14 +202,16 @@ class ReallocStrategy(DataParallelStrategy):
     def setup_environment(self) -> None:
         """Start the process group; free the models of earlier fits before this one's are built."""
         super().setup_environment()
-        facts = RunFacts(
+        self._placed.begin(self.connected_module, self._facts)
+
+    def _facts(self) -> RunFacts:
+        return RunFacts(
             rank=self.global_rank,
             world_size=self.world_size,
             device=self.root_device,
             cluster=self.cluster,
             precision=str(self.precision_plugin.precision),
         )
-        self._placed.begin(self.connected_module, facts)
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
@@ -259,10 +259,9 @@ class ReallocStrategy(DataParallelStrategy):
         self._checkpoints.check_release(role)
 
     def release(self, role: str) -> None:
-        """Free the weights of a role that has run its last call. Collective over all ranks, between iterations.
+        """Free the weights of a role after its last call. Collective, between iterations.
 
-        Raises:
-            PlanError: for a role that is trained, or whose weights another role needs.
+        Raises PlanError for a role that is trained, or whose weights another role needs.
         """
         self._placed.release(role)
 

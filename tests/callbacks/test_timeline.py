@@ -16,11 +16,8 @@ from lightning_realloc.algorithms.rollout.accuracy import Accuracy
 from lightning_realloc.callbacks import Timeline
 from lightning_realloc.errors import ConfigError
 from lightning_realloc.recording.events import PlanInstalled, PlanPredicted, RunEnded, Validated
-from lightning_realloc.recording.link_watch import LinkWatch
 from lightning_realloc.recording.reader import Session, read_run
 from lightning_realloc.report.runs.run_folder import read_run_folder
-from lightning_realloc.runtime.measure.link_table import Link, LinkTable
-from lightning_realloc.runtime.measure.links import measure_pairs
 from tests.strategies import runs
 from tests.workers import WorkerPool
 
@@ -189,42 +186,3 @@ def test_a_module_without_calls_is_refused(tmp_path: Path) -> None:
     trainer = runs.trainer(runs.ReallocStrategy(), 1, callbacks=[Timeline(tmp_path)], max_steps=1)
     with pytest.raises(ConfigError, match="Timeline records the calls of this package's algorithms"):
         trainer.fit(BoringModel())
-
-
-def record_over_two_nodes(folder: str, later_rate: float) -> list[str]:
-    """Train as two nodes whose links later have a share of their bandwidth; return this rank's lines about links."""
-    lines: list[str] = []
-    timeline = Timeline(folder, predict=False, image_every_n_steps=None)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "NODE_RANK": os.environ["RANK"]}.items():
-            patch.setenv(name, value)
-        for name in ("rank_zero_warn", "rank_zero_info"):
-            patch.setattr(f"lightning_realloc.callbacks.timeline.{name}", lines.append)
-        patch.setattr(LinkWatch, "record", lambda watch, metrics: any("seconds/" in name for name in metrics))
-
-        def measure_again(device: Any, hosts: tuple[str, ...], per_node: int) -> LinkTable:
-            found = measure_pairs(device, hosts, per_node)
-            before = strategy.links
-            assert before is not None and found.links.keys() == before.links.keys()
-            changed = {ends: Link(later_rate * link.bytes_per_s, 1e-4) for ends, link in before.links.items()}
-            return LinkTable(tuple(hosts), changed)
-
-        patch.setattr("lightning_realloc.callbacks.timeline.measure_pairs", measure_again)
-        strategy = runs.ReallocStrategy()
-        trainer = runs.trainer(strategy, 1, num_nodes=2, callbacks=[timeline], max_steps=3, max_epochs=-1)
-        trainer.fit(runs.grpo(), runs.Batches(2))
-    return lines
-
-
-@pytest.mark.parametrize(("later_rate", "count"), [(0.1, 1), pytest.param(0.9, 2, marks=pytest.mark.exhaustive)])
-def test_links_that_become_slow_are_warned_of_once(
-    workers: WorkerPool, tmp_path: Path, later_rate: float, count: int
-) -> None:
-    by_rank = workers.run(record_over_two_nodes, str(tmp_path), later_rate, world_size=2, init_process_group=False)
-    for lines in by_rank:
-        assert len(lines) >= count
-        if later_rate < 0.5:
-            (line,) = lines
-            assert line.startswith("the link between ") and "has become slow since the start" in line
-        else:
-            assert all(line.startswith("iterations became slower, but links are as at the start") for line in lines)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.runtime.measure.link_table import Link, LinkTable, num_rounds, partner_of
+from lightning_realloc.runtime.measure.link_watch import describe_fall
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.transfer.point_to_point import default_backend
 
@@ -37,28 +38,46 @@ _TAG = 7105
 """Tag of these messages, so that no other message on the default group matches them."""
 
 
-def measure_links(
-    cluster: ClusterSpec, device: torch.device, hosts: Sequence[str]
-) -> tuple[ClusterSpec, LinkTable | None]:
-    """Return the cluster with its links as measured, and the table of its nodes; None for one node.
-
-    A kind of link that the cluster lacks stays. Collective over all ranks.
+class RunLinks:
+    """The links between the nodes of a run, measured at its start and later on demand. Collective over all ranks.
 
     Args:
-        cluster: Nodes of the run's ranks, with nominal links.
+        cluster: Several nodes of the run's ranks, with nominal links.
         device: This rank's device.
         hosts: Name of the host of each node.
     """
-    rank, per_node, table = dist.get_rank(), cluster.devices_per_node, None
-    if cluster.num_nodes > 1:
-        table = measure_pairs(device, hosts, per_node)
-        usual = table.usual
-        cluster = replace(
-            cluster,
-            inter_node_bytes_per_s=usual.bytes_per_s,
-            inter_node_latency_s=usual.latency_s,
-            node_links=table.node_links(),
-        )
+
+    def __init__(self, cluster: ClusterSpec, device: torch.device, hosts: Sequence[str]) -> None:
+        self._device = device
+        self.start: LinkTable
+        """Links at the start."""
+        self.cluster: ClusterSpec
+        """The cluster with its links as measured last."""
+        self.cluster, self.start = measure_links(cluster, device, hosts)
+
+    def measure_again(self) -> str | None:
+        """Measure all links; return a line about those that are slower than at the start, None without any."""
+        self.cluster, found = measure_links(self.cluster, self._device, self.start.hosts)
+        return describe_fall(self.start, found)
+
+
+def measure_links(cluster: ClusterSpec, device: torch.device, hosts: Sequence[str]) -> tuple[ClusterSpec, LinkTable]:
+    """Return the cluster with its links as measured, and the table of its nodes. Collective over all ranks.
+
+    Args:
+        cluster: Several nodes of the run's ranks, with nominal links.
+        device: This rank's device.
+        hosts: Name of the host of each node.
+    """
+    rank, per_node = dist.get_rank(), cluster.devices_per_node
+    table = measure_pairs(device, hosts, per_node)
+    usual = table.usual
+    cluster = replace(
+        cluster,
+        inter_node_bytes_per_s=usual.bytes_per_s,
+        inter_node_latency_s=usual.latency_s,
+        node_links=table.node_links(),
+    )
     if per_node > 1:
         first = rank - rank % per_node
         following, preceding = (first + (rank - first + step) % per_node for step in (1, -1))

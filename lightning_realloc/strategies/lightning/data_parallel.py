@@ -33,8 +33,7 @@ from lightning_realloc.generation.core.capabilities import CAPABILITIES
 from lightning_realloc.layout.cluster import ClusterSpec
 from lightning_realloc.parent_watch import end_with_parent, say_before_orphaned_end
 from lightning_realloc.runtime.measure.allocators import expand_cuda_segments, keep_freed_memory
-from lightning_realloc.runtime.measure.link_table import LinkTable
-from lightning_realloc.runtime.measure.links import describe_links, measure_links
+from lightning_realloc.runtime.measure.links import RunLinks, describe_links
 from lightning_realloc.runtime.measure.nodes import check_nodes, describe_cluster, warn_of_other_processes
 from lightning_realloc.runtime.messages.failure_store import explain_broken_connection, publish_start
 from lightning_realloc.runtime.messages.objects import broadcast_object
@@ -94,8 +93,8 @@ class DataParallelStrategy(CheckpointedStrategy):
         self._sync_blocked = False
         self.stop = StopRequest()
         """Request to end the run, set by SIGTERM, Ctrl-C and Slurm's signal."""
-        self.links: LinkTable | None = None
-        """Links between the nodes as measured at the start; None if they were not."""
+        self.links: RunLinks | None = None
+        """Links between the nodes; None where they are not measured."""
         self.store: TCPStore | None = None
         """Store that the launcher has opened for the ranks to meet; None: at ``MASTER_ADDR`` and ``MASTER_PORT``."""
         if launch.ray is not None and launch.ray.use_gpus:
@@ -208,10 +207,9 @@ class DataParallelStrategy(CheckpointedStrategy):
         """Check which ranks share a node, and measure links between nodes unless the cluster was given. Collective."""
         hosts = check_nodes(self.num_processes)
         if self.num_nodes > 1 and self._cluster is None:
-            self._cluster, self.links = measure_links(self.cluster, self.root_device, hosts)
-            assert self.links is not None, "there are several nodes"
-            rank_zero_info(f"{describe_links(self._cluster)}; {self.links.describe()}")
-            for line in self.links.warnings():
+            self.links = RunLinks(self.cluster, self.root_device, hosts)
+            rank_zero_info(f"{describe_links(self.links.cluster)}; {self.links.start.describe()}")
+            for line in self.links.start.warnings():
                 rank_zero_warn(line)
 
     def on_train_start(self) -> None:
@@ -243,7 +241,9 @@ class DataParallelStrategy(CheckpointedStrategy):
 
     @property
     def cluster(self) -> ClusterSpec:
-        """Nodes, devices and memory, as given or detected on this machine."""
+        """Nodes, devices and memory, as given or detected on this machine, with links as measured last."""
+        if self.links is not None:
+            return self.links.cluster
         if self._cluster is None:
             self._cluster = describe_cluster(self.num_nodes, self.num_processes, self.root_device)
         return self._cluster

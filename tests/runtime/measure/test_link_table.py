@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_realloc.layout import ClusterSpec
-from lightning_realloc.recording.link_watch import describe_fall
 from lightning_realloc.runtime.measure.link_table import (
     Link,
     LinkTable,
     num_rounds,
     partner_of,
 )
+from lightning_realloc.runtime.measure.link_watch import describe_fall
 from lightning_realloc.runtime.measure.links import PAIRS_S, measure_links
 from tests.workers import WorkerPool
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from lightning_realloc.recording.link_watch import MAX_MEASUREMENTS, MIN_USUAL, PATIENCE, LinkWatch
+from lightning_realloc.runtime.measure.link_watch import MAX_MEASUREMENTS, MIN_USUAL, PATIENCE, LinkWatch
 
 MOVE = "reallocation_s/actor.generate"
 
