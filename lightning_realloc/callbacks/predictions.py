@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_realloc.batch.samples import Samples
 from lightning_realloc.callbacks.loggers.logged_table import plain_text
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.output_files import append_text
 from lightning_realloc.remote_path import local_path
+from lightning_realloc.retries.attempts import retried
 
 
 class PredictionWriter(Callback):
@@ -32,7 +34,7 @@ class PredictionWriter(Callback):
 
     def __init__(self, path: str | Path) -> None:
         self.path = local_path(path, type(self).__name__)
-        self._file: TextIO | None = None
+        self._is_writing = False
 
     @property
     def state_key(self) -> str:
@@ -56,33 +58,29 @@ class PredictionWriter(Callback):
             raise ConfigError(f"path={str(self.path)!r} is a folder; name a file in it, such as predictions.jsonl")
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Open the temporary file."""
+        """Begin the temporary file."""
         if trainer.is_global_zero:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._part.open("w", encoding="utf-8")
+            append_text(self._part, "", replaces=True)
+            self._is_writing = True
 
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Write a batch's rows."""
-        if self._file is None:
+        if not self._is_writing:
             return
         assert isinstance(outputs, Samples), "predict_step returns samples"
-        for row in pl_module.sample_rows(outputs.sorted_by_id()):  # type: ignore[operator]
-            # Data may hold dates and other types that JSON does not support.
-            self._file.write(json.dumps(row, ensure_ascii=False, default=plain_text) + "\n")
+        rows = pl_module.sample_rows(outputs.sorted_by_id())  # type: ignore[operator]
+        # Data may hold dates and other types that JSON does not support.
+        lines = [json.dumps(row, ensure_ascii=False, default=plain_text) + "\n" for row in rows]
+        append_text(self._part, "".join(lines))
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Rename the complete file."""
-        if self._file is not None:
-            self._close()
-            self._part.replace(self.path)
+        if self._is_writing:
+            self._is_writing = False
+            retried(lambda: self._part.replace(self.path), self.path)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Keep the rows written so far in the temporary file."""
-        self._close()
-
-    def _close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._is_writing = False

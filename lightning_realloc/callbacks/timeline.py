@@ -284,7 +284,11 @@ class Timeline(PhaseCallback):
             return
         folder = self._record_folder if self._recorder is not None else self.folder or _default_folder(trainer)
         if trainer.is_global_zero and folder is not None:
-            lines = JsonLines(folder / SCORES_FILE)
+            try:
+                lines = JsonLines(folder / SCORES_FILE)
+            except (OSError, ReallocError) as error:
+                log.warning("the scores of step %d are not in the record: %s", trainer.global_step, error)
+                return
             for name, one in scores.items():
                 made = EvaluationRecord(name=name, step=trainer.global_step, unix_s=self._now(), scores=one)
                 lines.write(made.to_json())

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from lightning_realloc.errors import RankLost
+from lightning_realloc.retries.attempts import retried
 from lightning_realloc.runtime.messages.failure_store import (
     STORE_LOST,
     PeerFailures,
@@ -319,14 +320,24 @@ class Watchdog:
 
 
 def write_flight_record(record: FlightRecord, folder: Path, rank: int) -> Path:
-    """Write a rank's latest activities and the stacks of its threads, and return the file."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write a rank's latest activities and the stacks of its threads, and return the file.
+
+    A file that cannot be written gets a warning: the run goes on, or ends for its own reason.
+    """
     file = folder / f"rank{rank}.txt"
-    with file.open("w") as stream:
-        stream.write("\n".join(["Latest activities, seconds before now, and how long each took:", *record.lines()]))
-        stream.write("\n\nStacks:\n")
-        stream.flush()
-        faulthandler.dump_traceback(stream)
+
+    def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with file.open("w") as stream:
+            stream.write("\n".join(["Latest activities, seconds before now, and how long each took:", *record.lines()]))
+            stream.write("\n\nStacks:\n")
+            stream.flush()
+            faulthandler.dump_traceback(stream)
+
+    try:
+        retried(write, file)
+    except OSError as error:
+        log.warning("%s cannot be written (%s); the rank's latest activities are lost", file, error.strerror)
     return file
 
 

@@ -8,6 +8,7 @@ else depends on seeds, it makes the same batches.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,9 +17,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_realloc.errors import ConfigError
+from lightning_realloc.output_files import append_text
 from lightning_realloc.remote_path import expand_home
 from lightning_realloc.runtime.messages.flight_record import FlightRecord
 from lightning_realloc.strategies.pool.weight_streams import ReplicaStream, WeightStreams
+
+_log = logging.getLogger(__name__)
 
 _SAME_RUN = "give the log of a run with the same plan, data and settings, or leave replay_versions out"
 STEPS_PER_AGREEMENT = 8
@@ -69,13 +73,18 @@ class VersionLog:
         self._file, self._has_written = folder / self._name, False
 
     def write(self, versions: BatchVersions) -> None:
-        """Append a batch; the first one of a run from the beginning replaces the log of an earlier run."""
+        """Append a batch; the first one of a run from the beginning replaces the log of an earlier run.
+
+        A log that cannot be written ends with a warning, and no run.
+        """
         if self._file is not None:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
             begins = versions.iteration == 0 and not self._has_written
             self._has_written = True
-            with self._file.open("w" if begins else "a") as file:
-                file.write(versions.line())
+            try:
+                append_text(self._file, versions.line(), replaces=begins)
+            except OSError as error:
+                _log.warning("%s cannot be written (%s); the log of versions ends here", self._file, error.strerror)
+                self._file = None
 
     def replayed(self, iteration: int, call: str) -> BatchVersions | None:
         """Return the versions to take again; None if no log is followed. Raises ConfigError if it lacks them."""

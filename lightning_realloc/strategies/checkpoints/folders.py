@@ -7,6 +7,7 @@ file system can do so. Elsewhere it takes two renames; `finish_replacement` comp
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import re
@@ -50,6 +51,8 @@ MOVED_AFTER_S = 60.0
 """Seconds without a change after which another host's complete checkpoint is not about to be moved by its writer.
 More: a run that is soon restarted on another host resumes from the checkpoint before."""
 _PREVIOUS = ".being-replaced"
+_CANNOT_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
+"""Error numbers of file systems that have no fsync, as some in user space."""
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 """Constants of Linux' ``renameat2``: paths are relative to the working directory; swap both entries."""
 
@@ -98,8 +101,8 @@ def _is_abandoned(partial: Path, writer: str, *, after_s: float) -> bool:
     if space == _process_space() and not _is_running(int(number)):
         return True
     try:
-        inside = () if partial.is_symlink() else partial.rglob("*")
-        return max(path.lstat().st_mtime for path in (partial, *inside)) + after_s < time.time()
+        files: list[Path] = [] if partial.is_symlink() else list(partial.rglob("*"))
+        return max(path.lstat().st_mtime for path in [partial, *files]) + after_s < time.time()
     except FileNotFoundError:  # its writer is at work
         return False
 
@@ -239,7 +242,12 @@ def replace_folder(partial: Path, folder: Path) -> None:
         _rename(partial, folder)
     elif not _exchange(partial, folder):
         _rename(folder, previous_path(folder))
-        _rename(partial, folder)
+        try:
+            _rename(partial, folder)
+        except OSError:
+            with suppress(OSError):  # else `finish_replacement` does so
+                os.rename(previous_path(folder), folder)
+            raise
     sync_folder(folder.parent)
     try:
         remove(partial)  # after an exchange, the earlier checkpoint
@@ -358,10 +366,14 @@ def point_links_elsewhere(path: Path, found: Iterable[AnyPath]) -> None:
 
 # ---- durability
 def sync_files(files: Iterable[Path]) -> None:
-    """Force the contents of files to the disk."""
+    """Force the contents of files to the disk, where the file system can."""
     for file in files:
         with file.open("rb+") as stream:
-            os.fsync(stream.fileno())
+            try:
+                os.fsync(stream.fileno())
+            except OSError as error:
+                if error.errno not in _CANNOT_SYNC:
+                    raise
 
 
 def sync_folder(folder: Path) -> None:

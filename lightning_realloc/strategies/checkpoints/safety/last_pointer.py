@@ -18,6 +18,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_realloc.errors import CheckpointError
+from lightning_realloc.output_files import write_text
 from lightning_realloc.remote_path import AnyPath, RemotePath, as_path
 from lightning_realloc.retries.attempts import retried
 from lightning_realloc.strategies.checkpoints.checkpoint_files import (
@@ -135,6 +136,10 @@ def _point_on_disk(last: Path, name: str) -> None:
     try:
         pointer.symlink_to(name)
     except OSError:  # a disk without links
+        if last.is_dir() and not last.is_symlink() and {one.name for one in last.iterdir()} == {ROLES_FILE}:
+            write_text(last / ROLES_FILE, _content(name).decode())  # in one step, without two renames
+            sync_files([last / ROLES_FILE])
+            return
         pointer.mkdir()
         retried(lambda: (pointer / ROLES_FILE).write_bytes(_content(name)), pointer)
         sync_files([pointer / ROLES_FILE])
