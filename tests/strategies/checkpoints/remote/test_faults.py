@@ -44,7 +44,7 @@ AFTER_TWO_STEPS_S = 2.5 * SECONDS_PER_STEP
 FAULTS: dict[str, Callable[[], Faults]] = {
     "each call once": each_once,
     "one in ten": lambda: one_in_ten(0),
-    "one in ten, again": lambda: one_in_ten(1),
+    "one in ten, again": lambda: one_in_ten(2),  # of 1, three attempts in a row fail
     "for a minute": lambda: between(AFTER_TWO_STEPS_S, AFTER_TWO_STEPS_S + 60.0),
     "for ever": lambda: between(AFTER_TWO_STEPS_S, float("inf")),
 }
