@@ -4,19 +4,22 @@ PPO of Qwen2.5-7B on nodes of eight H100, with 64 responses for each node. Each 
 measures what one rank does: CPU seconds, its messages and process groups, the bytes that enter a node when the actor's
 weights move from training to generation, and the peak memory of the process. Two moves are planned: from FSDP over
 eight nodes at most to generation under tensor parallelism, and from FSDP over all ranks, whose pieces are the smallest.
-Exponents are fitted to the sizes from 64 ranks on: seconds grow by that power of the number of ranks.
+Exponents are fitted to the sizes from 64 ranks on: seconds grow by that power of the number of ranks. With
+``--search-seconds``, it measures searches that get so many CPU seconds instead, and what their plans take.
 
 Run ``python -m benchmarks.scale``.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from statistics import linear_regression
 from typing import Any
@@ -53,18 +56,8 @@ FITTED = ("search, ms a plan", "simulate, ms", "plan, s", "schedule, s", "messag
 def measure(num_ranks: int) -> dict[str, Any]:
     """Return the figures of one size."""
     be_quiet()
-    cluster = f"h100:{num_ranks // DEVICES_PER_NODE}x{DEVICES_PER_NODE}"
-    sequences = f"--batch={8 * num_ranks}"
-    request = parse_request(["--algorithm=ppo", "--actor=Qwen2.5-7B", f"--cluster={cluster}", sequences])
-    assert request.cluster is not None and request.memory_budget is not None
-    flow, settings = request.dataflow, settings_of_precision(request.flags.precision)
-    roles = read_roles(request.sources, flow, is_priced=True)
-    estimator = RooflineEstimator(flow, request.cluster, roles, settings, request.workload)
-    task = PlanningTask(
-        dataflow=flow, roles=roles, cluster=request.cluster, settings=settings, workload=request.workload,
-        memory_budget=request.memory_budget, headroom=request.headroom,
-    )  # fmt: skip
-    pricer = PlanPricer(task, estimator)
+    pricer = make_pricer(num_ranks)
+    task = pricer.task
     (best, found), search_s = _timed(
         lambda: pricer.search(seed=0, seconds=1.0, clock=lambda: 0.0, max_evaluations=MAX_EVALUATIONS)
     )
@@ -78,12 +71,42 @@ def measure(num_ranks: int) -> dict[str, Any]:
         "groups": len(groups),
         "create groups, s": create_groups({call.layout for _, call in best.plan.calls}, num_ranks),
     }
-    actor = roles["actor"].model
-    row |= move(actor, f"dp{max(1, num_ranks // MOST_FSDP)}.fsdp{min(num_ranks, MOST_FSDP)}", request.cluster)
+    actor = task.roles["actor"].model
+    row |= move(actor, f"dp{max(1, num_ranks // MOST_FSDP)}.fsdp{min(num_ranks, MOST_FSDP)}", task.cluster)
     if num_ranks <= MAX_FLAT:
-        flat = move(actor, f"fsdp{num_ranks}", request.cluster)
+        flat = move(actor, f"fsdp{num_ranks}", task.cluster)
         row |= {f"FSDP over all: {name}": flat[name] for name in ("plan, s", "schedule, s", "messages")}
     return row | {"peak memory, MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3}
+
+
+def make_pricer(num_ranks: int) -> PlanPricer:
+    """Return the pricer of plans for so many ranks."""
+    cluster = f"h100:{num_ranks // DEVICES_PER_NODE}x{DEVICES_PER_NODE}"
+    sequences = f"--batch={8 * num_ranks}"
+    request = parse_request(["--algorithm=ppo", "--actor=Qwen2.5-7B", f"--cluster={cluster}", sequences])
+    assert request.cluster is not None and request.memory_budget is not None
+    flow, settings = request.dataflow, settings_of_precision(request.flags.precision)
+    roles = read_roles(request.sources, flow, is_priced=True)
+    estimator = RooflineEstimator(flow, request.cluster, roles, settings, request.workload)
+    task = PlanningTask(
+        dataflow=flow, roles=roles, cluster=request.cluster, settings=settings, workload=request.workload,
+        memory_budget=request.memory_budget, headroom=request.headroom,
+    )  # fmt: skip
+    return PlanPricer(task, estimator)
+
+
+def search_for(num_ranks: int, seconds: float) -> dict[str, Any]:
+    """Return what a search of so many CPU seconds takes and finds; its last steps are not cut short."""
+    be_quiet()
+    pricer = make_pricer(num_ranks)
+    (best, found), took_s = _timed(lambda: pricer.search(seed=0, seconds=seconds, clock=time.process_time))
+    return {
+        "ranks": num_ranks,
+        "given, s": seconds,
+        "took, s": took_s,
+        "plans scored": found.evaluations,
+        "s an iteration": best.seconds,
+    }
 
 
 def create_groups(layouts: Iterable[Layout], num_ranks: int) -> float:
@@ -133,15 +156,20 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure all sizes."""
     parser = make_parser(__doc__ or "")
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="numbers of ranks, multiples of 8")
+    parser.add_argument("--search-seconds", type=float, nargs="+", default=[], help="CPU seconds of searches")
     options = parser.parse_args(arguments)
-    report = BenchmarkReport("scale", settings={"sizes": options.sizes, "evaluations": MAX_EVALUATIONS})
+    settings = {"sizes": options.sizes, "evaluations": MAX_EVALUATIONS, "search_seconds": options.search_seconds}
+    report = BenchmarkReport("scale", settings=settings)
     rows = []
-    for num_ranks in options.sizes:
+    searches: list[Callable[[int], dict[str, Any]]] = [
+        partial(search_for, seconds=seconds) for seconds in options.search_seconds
+    ]
+    for num_ranks, function in itertools.product(options.sizes, searches or [measure]):
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            rows.append(pool.submit(measure, num_ranks).result())
+            rows.append(pool.submit(function, num_ranks).result())
         report.add_row(**rows[-1])
         report.write(options.json)
-    if len([row for row in rows if row["ranks"] >= FITTED_FROM]) > 1:
+    if not searches and len([row for row in rows if row["ranks"] >= FITTED_FROM]) > 1:
         report.add_row(**exponents(rows))
     return report.finish(options)
 
