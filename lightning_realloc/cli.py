@@ -373,7 +373,9 @@ def main() -> int:
         rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
         shown = describe_full_device(error) if isinstance(error, torch.OutOfMemoryError) else str(error)
         form = "" if sys.argv[1] in OTHER_COMMANDS else file_form(shown, sys.argv[1:])
-        sys.stderr.write(one_line_message(ConfigError(shown + form), rank))
+        written = ConfigError(shown + form)
+        written.is_shared = getattr(error, "is_shared", False)
+        sys.stderr.write(one_line_message(written, rank))
         sys.stderr.flush()
         return 2
 

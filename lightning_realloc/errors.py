@@ -9,7 +9,9 @@ import re
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
+Shared = TypeVar("Shared", bound="ReallocError")
 _OF_GLOO = re.compile(r"\[\S*gloo/\S+:\d+\] ?|[. ]*GLHF!\s*[^\s\w)]*")
 """Places in gloo's source and its wishes, in messages that quote its errors."""
 
@@ -25,6 +27,9 @@ class ReallocError(Exception):
         ...     print(type(error).__name__)
         LayoutError
     """
+
+    is_shared = False
+    """Whether all ranks raise it, so that only the rank it comes from and rank 0 print its message."""
 
 
 class RankLost(ReallocError):
@@ -74,13 +79,27 @@ class ConfigError(ReallocError, ValueError):
     """Setting of the trainer or the strategy that cannot work."""
 
 
+def shared(error: Shared) -> Shared:
+    """Mark an error as one that all ranks raise, and return it."""
+    error.is_shared = True
+    return error
+
+
+def class_name(error: BaseException) -> str:
+    """Return the name of an error's class, or of the class of this module that it derives from, for other ranks."""
+    bases = (kind.__name__ for kind in type(error).__mro__ if globals().get(kind.__name__) is kind)
+    return next(bases, type(error).__name__)
+
+
 def describe_error(error: BaseException) -> str:
     """Return the class and the first line of an error, to quote it in another one."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def one_line_message(error: BaseException, rank: int) -> str:
-    """Return the line that a rank prints for a mistake of the caller."""
+    """Return the line that a rank prints for a mistake of the caller; a short one, if rank 0 prints the same."""
+    if rank and isinstance(error, ReallocError) and error.is_shared:
+        return f"error on rank {rank}: the error of rank 0\n"
     return f"error{f' on rank {rank}' if rank else ''}: {' '.join(str(error).split())}\n"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import re
 import shutil
@@ -16,6 +17,7 @@ from packaging.requirements import Requirement
 
 from lightning_realloc.commands.command_parser import CommandParser
 from lightning_realloc.commands.parsing import has_bf16
+from lightning_realloc.errors import GenerationError
 from lightning_realloc.report.formats import gib
 from lightning_realloc.runtime.measure.nodes import MAX_USED_SHARE
 from lightning_realloc.runtime.transfer.shared_memory import available_bytes
@@ -74,6 +76,7 @@ def _results() -> Iterator[CheckResult]:
     yield check_host_memory()
     yield check_shared_memory()
     yield from check_extras(requirements, installed_version)
+    yield from check_vllm_python(os.environ.get("VLLM_PYTHON"))
     yield from map(judge_trial, run_trials_in_processes())
 
 
@@ -126,6 +129,18 @@ def check_extras(requirements: Sequence[Requirement], version_of: Callable[[str]
             yield CheckResult(f"extra {name}", "missing", f"pip install '{DISTRIBUTION}[{name}]' ({reasons})")
         elif needed:  # else it is not for this operating system
             yield CheckResult(f"extra {name}", "ok", _versions(needed, version_of))
+
+
+def check_vllm_python(python: str | None) -> Iterator[CheckResult]:
+    """Report the vLLM of the interpreter that ``VLLM_PYTHON`` names, if it names one."""
+    if not python:
+        return
+    from lightning_realloc.generation.vllm.start.interpreter import interpreter, vllm_version_of
+
+    try:
+        yield CheckResult("vllm", "ok", f"{vllm_version_of(interpreter(python))} of {python}")
+    except GenerationError as error:
+        yield CheckResult("vllm", "failed", str(error))
 
 
 def _is_needed(own: Requirement, extra: str = "") -> bool:

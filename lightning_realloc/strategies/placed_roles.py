@@ -39,6 +39,7 @@ from lightning_realloc.runtime.parallel.shards import reshard
 from lightning_realloc.runtime.transfer.agreement import TransportName, WeightVerification
 from lightning_realloc.strategies.calls.call_runner import CallRunner
 from lightning_realloc.strategies.calls.context import CallContext
+from lightning_realloc.strategies.calls.engine_factory import check_vllm
 from lightning_realloc.strategies.calls.overlap import OverlapOptions
 from lightning_realloc.strategies.calls.step_metrics import log_now
 from lightning_realloc.strategies.calls.weight_updates import VersionLog
@@ -174,9 +175,11 @@ class PlacedRoles:
         Raises:
             PlanError: if it cannot fit into memory in training.
             GenerationError: for a generating call whose layout cannot follow the algorithm's options.
+            ConfigError: for a host that is to generate with vLLM, and has none.
         """
         builder = self.builder()
         self._plan = builder.choose_plan(self._options.plan)
+        check_vllm(self.module, builder.dataflow, self._plan, self.facts.rank)
         if self.module.trainer.state.fn == TrainerFn.FITTING:
             builder.check_memory(self._plan)
 

@@ -14,6 +14,7 @@ import mmap
 import multiprocessing
 import multiprocessing.connection
 import os
+import shutil
 import socket
 import struct
 import sys
@@ -78,7 +79,16 @@ def serve_rank() -> None:
     """Serve one rank until it closes the connection or ends."""
     sys.path.pop(0)  # this folder, whose modules would hide packages of the same name
     connection = socket.socket(fileno=int(sys.argv[1]))
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    watch = threading.Thread(target=_end_with_parent, args=(os.getppid(), *sys.argv[2:]), daemon=True)
+    watch.start()
+    try:
+        with suppress(ConnectionError):  # by a rank that was killed
+            _serve(connection)
+    finally:
+        watch.join(5.0)  # the rank ends this process, unless it was killed
+
+
+def _serve(connection: socket.socket) -> None:
     send(connection, {"vllm": vllm_version()})
     settings = receive(connection)
     most_bytes = 1 << 32  # all prompts of a call are one message
@@ -105,10 +115,24 @@ def vllm_version() -> str | None:
     return None
 
 
-def _end_with_parent(parent: int) -> None:
+def _end_with_parent(parent: int, folder: str, log: str) -> None:
+    """End with the rank, and remove its folder and its log, if it was killed."""
     while os.getppid() == parent:
         time.sleep(1.0)
+    remove_shared_memory(Path(folder))
+    shutil.rmtree(folder, ignore_errors=True)
+    Path(log).unlink(missing_ok=True)
     os._exit(1)
+
+
+def remove_shared_memory(folder: Path) -> None:
+    """Remove the memory in which workers on CPU exchange activations: killed in their start, they leave it.
+
+    They meet at a file in ``folder``, and name the memory after it.
+    """
+    for meeting in folder.glob("vllm_dist_*"):
+        for memory in Path("/dev/shm").glob(f"{meeting.name}-*"):
+            memory.unlink(missing_ok=True)
 
 
 class ServedEngine:
@@ -361,7 +385,9 @@ def _take_adapters(worker: Any, chunk: Mapping[str, Any]) -> None:
     vars(worker).setdefault("taken_names", []).extend(name for name, _ in weights)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and len(sys.argv) == 1:  # a check before the run
+    print(json.dumps({"vllm": vllm_version()}))
+elif __name__ == "__main__":
     serve_rank()
 elif __name__ == "__mp_main__":  # a worker, which is a process of its own under tensor parallelism
     register_shared_memory()

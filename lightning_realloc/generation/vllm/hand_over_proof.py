@@ -33,6 +33,13 @@ class HandedModel:
     """Layout that it generates in."""
     rank: int = 0
     """Rank that drives vLLM."""
+    first_rank: int = 0
+    """First rank that generates with the model."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the rank reports starts for all."""
+        return self.rank == self.first_rank
 
 
 class HandOverProof:
@@ -47,7 +54,9 @@ class HandOverProof:
     def __init__(
         self, verify_weights: WeightVerification, model: HandedModel, ranks: TensorRanks | None = None
     ) -> None:
-        self._extent, self._model, self._ranks = verify_weights, model, ranks
+        self._extent, self._ranks = verify_weights, ranks
+        self.model = model
+        """Names for errors."""
         self._num_updates = 0
         self._is_uncompared_known = False
         self.version = 0
@@ -73,7 +82,7 @@ class HandOverProof:
             {"names": names, "dtype": dtype, "shape": shape, "boxes": boxes}
             for (dtype, shape, boxes), names in families.items()
         ]
-        ranks = [self._model.rank] if self._ranks is None else list(self._ranks.numbers)
+        ranks = [self.model.rank] if self._ranks is None else list(self._ranks.numbers)
         how = {"label": label, "seed": self._num_updates, "is_sampled": self._extent == "sampled", "ranks": ranks}
         return {**how, "families": described}
 
@@ -121,13 +130,13 @@ class HandOverProof:
             others = f" ({counted(len(faults), 'fault')} in all)" if len(faults) > 1 else ""
             raise self._mismatch(f"in vLLM's worker {worker}, {name!r} {what}{others}")
         if uncompared and not self._is_uncompared_known:
-            count, role = counted(len(uncompared), "weight"), self._model.role
+            count, role = counted(len(uncompared), "weight"), self.model.role
             message = "vLLM keeps %s of %s in a form of its own (%s first): they are compared as they arrive only"
             _log.warning(message, count, role, uncompared[0])
         self._is_uncompared_known = True
 
     def _mismatch(self, fault: str) -> WeightMismatch:
-        model = self._model
+        model = self.model
         return WeightMismatch(
             f"vLLM of rank {model.rank} does not hold version {self.version} of the weights of {model.role}: after "
             f"they were handed over from {model.layout}, {fault}. Nothing was generated with them. Resume from the "

@@ -19,11 +19,18 @@ TESTED_VERSIONS = ("0.32.",)
 
 
 class EngineLost(GenerationError):
-    """vLLM ended, or gave no sign of life for too long; its open requests are lost."""
+    """vLLM ended, or gave no sign of life for too long; its open requests are lost.
+
+    ``is_reported``: vLLM raised an error, and did not just end.
+    """
+
+    def __init__(self, message: str, *, is_reported: bool = False) -> None:
+        super().__init__(message)
+        self.is_reported = is_reported
 
 
 class StartFailed(EngineLost):
-    """vLLM did not start; another try would fail alike."""
+    """vLLM did not start, or failed at its first request; another try would fail alike."""
 
 
 @contextmanager
@@ -35,7 +42,7 @@ def reading(what: str) -> Iterator[None]:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise EngineLost(f"{what} sent something else than vLLM's answer ({reason}); its log tells more") from error
+        raise EngineLost(f"{what} sent something else than vLLM's answer ({reason})") from error
 
 
 @dataclass(frozen=True, slots=True)

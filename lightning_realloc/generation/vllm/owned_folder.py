@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 
+from lightning_realloc.generation.vllm.child import remove_shared_memory
 from lightning_realloc.remote_path import expand_home
 
 _PREFIX, _LOCK = "lightning-realloc-vllm-", "owner.lock"
@@ -34,6 +35,7 @@ class OwnedFolder:
 
     def cleanup(self) -> None:
         """Remove the folder."""
+        remove_shared_memory(self.path)
         self._lock.close()
         self._folder.cleanup()
 
@@ -48,6 +50,7 @@ def _remove_leftovers(parent: Path) -> None:
                 continue
             with lock.open("rb+") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove_shared_memory(lock.parent)
                 shutil.rmtree(lock.parent, ignore_errors=True)
         except OSError:  # in use, another user's, or removed meanwhile
             continue

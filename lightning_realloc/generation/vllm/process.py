@@ -1,28 +1,25 @@
 """vLLM in a process of its own on this machine: start it, exchange messages with it, and end it.
 
-Nothing waits without a bound: a process that ends, or says nothing for too long, raises `EngineLost` with the end of
-its log.
+Nothing waits without a bound: a process that ends, or says nothing for too long, raises `EngineLost`, which begins with
+the cause and names the log.
 """
 
 from __future__ import annotations
 
-import copy
-import importlib.util
-import os
+import logging
 import secrets
+import select
 import socket
 import subprocess
-import sys
-import uuid
+import time
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_realloc.batch.prompt_images import PromptImages
@@ -43,24 +40,24 @@ from lightning_realloc.generation.vllm.messages import (
     reading,
     request_messages,
 )
-from lightning_realloc.generation.vllm.owned_folder import OwnedFolder
-from lightning_realloc.generation.vllm.process_end import MARK, describe_end, end_of_log, end_processes, last_error
-from lightning_realloc.generation.vllm.tensor_ranks import TensorRanks, visible_device
+from lightning_realloc.generation.vllm.process_end import MARK, cause_of_end, end_processes
+from lightning_realloc.generation.vllm.start.interpreter import PROGRAM, interpreter, not_started
+from lightning_realloc.generation.vllm.start.process_log import (
+    ProcessLog,
+    may_start_later,
+    plain,
+    points_elsewhere,
+    start_way_out,
+)
+from lightning_realloc.generation.vllm.start.process_settings import folder_with_settings, variables
+from lightning_realloc.generation.vllm.tensor_ranks import TensorRanks
 from lightning_realloc.generation.vllm.vllm_options import QUANTIZATIONS, VLLMOptions
 from lightning_realloc.limits import VLLM_CPU_CACHE_BYTES
 from lightning_realloc.runtime.dtypes import dtype_name
 from lightning_realloc.runtime.model.image_inputs import placeholder_ids
 
-_PROGRAM = Path(__file__).with_name("child.py")
-_OF_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables of torchrun, by which vLLM would take itself for one of the run's ranks."""
-_DEFAULTS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # no process but this one and workers of tensor parallelism
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked worker would hold the connection open
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks next to each other would all be bound to the first cores
-    "VLLM_LOGGING_LEVEL": "WARNING",
-}
+_log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+"""Logger of `rank_zero_info`, for the first rank that generates, which may be another than rank 0."""
 
 
 class VLLMProcess:
@@ -88,7 +85,7 @@ class VLLMProcess:
                 whose images this vLLM does not read.
             StartFailed: if vLLM does not start.
         """
-        self._timeout_s = options.timeout_s
+        self._timeout_s, self._model = options.timeout_s, proof.model
         device: torch.device = next(model.parameters()).device
         self._ranks, shared = ranks, SharedMemoryHandOver(ranks=ranks)
         self._hand_over = CudaIPCHandOver() if device.type == "cuda" and ranks is None else shared
@@ -96,57 +93,79 @@ class VLLMProcess:
         goes_alone = bool(adapter_names(model)) and not options.merge_adapters
         self._adapters = adapter_settings(model) if goes_alone else None
         """Settings of adapters that vLLM adds to the base weights itself; None: it gets whole weights alone."""
-        self._has_base = self._is_asleep = False
-        self._folder = OwnedFolder()
-        _save_settings(self._folder.path, model, tokenizer, images)
-        self._log = self._folder.path / "vllm.log"
-        python = options.python or _interpreter()
+        self._has_base = self._is_asleep = self._has_responded = False
+        self._folder = folder_with_settings(model, tokenizer, images)
+        self._log = ProcessLog(self._folder.path)
+        self._python = interpreter(options.python)
         self._mark = secrets.token_hex(8)
-        self._process, self._socket = self._start(python, device)
-        self._end = weakref.finalize(self, end_processes, self._process, self._socket, self._folder, self._mark)
+        self._process, self._socket = self._start(device)
+        files = self._folder, self._log
+        self._end = weakref.finalize(self, end_processes, self._process, self._socket, files, self._mark)
         arguments = self._arguments(model, options, max_slots, max_cache_bytes, device)
         arguments = _input_arguments(model, tokenizer, images) | arguments
         read = None if images is None else {"placeholders": sorted(placeholder_ids(model)), "backend": images.backend}
-        rank_zero_info(f"starting vLLM (log: {self._log})")
         try:
-            with reading("vLLM's process"):
-                self.version: str = check_version(self._receive()["vllm"], f"the interpreter {python}")
-                self._send({"llm": arguments, "images": read})
-                self.max_length: int = int(self._receive()["max_model_len"])
-        except EngineLost as lost:
-            self.close()
-            raise StartFailed(f"vLLM does not start: {lost}") from lost
+            with self._naming_losses("does not start"):
+                self._prepare({"llm": arguments, "images": read})
         except BaseException:
             self.close()
             raise
 
-    def _start(self, python: str, device: torch.device) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    def _prepare(self, settings: Mapping[str, Any], *, reminder_s: float = 30.0) -> None:
+        """Announce the start, and wait until vLLM is ready, with a line whenever ``reminder_s`` have passed."""
+        begin = time.monotonic()
+        with reading("vLLM's process"):
+            self.version: str = check_version(self._receive()["vllm"], f"the interpreter {self._python}")
+            self._say(f"vLLM {self.version} of {self._python} starts for {self._model.role} (log: {self._log.path})")
+            self._send(settings)
+            while not select.select([self._socket], [], [], min(reminder_s, self._timeout_s))[0]:
+                seconds = time.monotonic() - begin
+                if seconds > self._timeout_s:
+                    break
+                self._say(f"vLLM still starts, for {seconds:.0f} s; {self._log.end(1)}")
+                if self._ranks is not None:
+                    self._ranks.keep_waiting()
+            self.max_length: int = int(self._receive()["max_model_len"])
+        self._say(f"vLLM is ready after {time.monotonic() - begin:.0f} s")
+
+    def _say(self, text: str) -> None:
+        """Log a line on the first rank that generates with the model."""
+        if self._model.is_first:
+            _log.info(text)
+
+    @contextmanager
+    def _naming_losses(self, what: str) -> Iterator[None]:
+        """Let a loss begin with its cause, name the log, which is kept, and be a `StartFailed` if it would repeat."""
+        try:
+            yield
+        except EngineLost as lost:
+            cause, self._log.is_kept = str(lost), True
+            self.close()
+            repeats = what == "does not start" or (lost.is_reported and not self._has_responded)
+            kind = StartFailed if repeats and not may_start_later(cause) else EngineLost
+            where = f"vLLM for {self._model.role} on rank {self._model.rank} {what}; its log is {self._log.path}"
+            raise kind(f"{cause} ({where}){start_way_out(cause, self._python)}") from lost
+
+    def _start(self, device: torch.device) -> tuple[subprocess.Popen[bytes], socket.socket]:
         ours, theirs = socket.socketpair()
         ours.settimeout(self._timeout_s)
-        with theirs, self._log.open("wb") as log:
+        with theirs, self._log.path.open("wb") as log:
             try:
                 process = subprocess.Popen(
-                    [python, str(_PROGRAM), str(theirs.fileno())],
+                    [self._python, str(PROGRAM), str(theirs.fileno()), str(self._folder.path), str(self._log.path)],
                     pass_fds=[theirs.fileno()],
                     stdout=log,
                     stderr=log,
                     stdin=subprocess.DEVNULL,
-                    env=_environment(device, self._ranks) | {MARK: self._mark} | self._folders(),
+                    env=variables(device, self._ranks, self._folder.path) | {MARK: self._mark},
                     start_new_session=True,
                 )
             except OSError as error:
                 ours.close()
-                raise GenerationError(
-                    f"vLLM's interpreter {python} does not start: {error.strerror}; name that of an environment with "
-                    f"vLLM by VLLMOptions(python=...) or the variable VLLM_PYTHON"
-                ) from error
+                self._log.remove_unless_kept()
+                self._folder.cleanup()
+                raise not_started(self._python, error) from error
         return process, ours
-
-    def _folders(self) -> dict[str, str]:
-        """Return variables by which vLLM's own files go with the folder, unless sockets there have too long a name."""
-        folder = str(self._folder.path)
-        most = 107 - len(f"/{uuid.UUID(int=0)}")  # characters; a socket's path ends with an id
-        return {"VLLM_RPC_BASE_PATH": folder, "TMPDIR": folder} if len(folder) <= most else {}
 
     def _arguments(
         self, model: Any, options: VLLMOptions, max_slots: int, max_cache_bytes: int | None, device: torch.device
@@ -187,6 +206,10 @@ class VLLMProcess:
 
     def update_weights(self, model: nn.Module, label: str) -> int:
         """Replace vLLM's weights; see `Connection`. Base weights under adapters that go alone are given once."""
+        with self._naming_losses("failed"):
+            return self._update_weights(model, label)
+
+    def _update_weights(self, model: nn.Module, label: str) -> int:
         if self._is_asleep:
             self._call("wake")
             self._is_asleep = False
@@ -223,6 +246,16 @@ class VLLMProcess:
         budget: CallBudget | None = None,
     ) -> int:
         """Complete all requests; see `Connection`."""
+        with self._naming_losses("failed"):
+            return self._generate(requests, sampling, on_response, budget)
+
+    def _generate(
+        self,
+        requests: Sequence[TokenRequest],
+        sampling: Mapping[str, Any],
+        on_response: OnResponse,
+        budget: CallBudget | None,
+    ) -> int:
         open_requests, is_stopped = {request.index for request in requests}, False
         with TemporaryDirectory(dir=self._folder.path) as folder:
             asked = request_messages(requests, Path(folder))
@@ -232,6 +265,7 @@ class VLLMProcess:
                 if "response" in message:
                     with reading("vLLM's process"):
                         response = TokenResponse.from_message(message["response"])
+                    self._has_responded = True
                     on_response(response)
                     open_requests.discard(response.index)
                 elif "spent" in message:
@@ -285,48 +319,20 @@ class VLLMProcess:
         except OSError:
             message = None
         if message is None:
-            self._raise_ended()
+            raise EngineLost(cause_of_end(self._process, self._log, timeout_s=min(10.0, self._timeout_s)))
         if "refused" in message:
             self.close()
             raise GenerationError(" ".join(str(message["refused"]).split()))
         if "error" in message:
-            self.close()
-            raise EngineLost(f"vLLM failed: {' '.join(str(message['error']).split())[:600]}")
+            error = plain(str(message["error"]))
+            cause = self._log.root_cause() if points_elsewhere(error) else None
+            raise EngineLost(cause or error, is_reported=True)
         return message
 
-    def _raise_ended(self) -> NoReturn:
-        try:
-            code = self._process.wait(timeout=min(10.0, self._timeout_s))
-            end, has_failed = f"ended {describe_end(code)}", code > 0
-        except subprocess.TimeoutExpired:
-            end, has_failed = "closed its connection, and was ended", True
-        lines = self._log_lines()
-        cause = last_error(lines) if has_failed else ""  # a signal comes from elsewhere than an error that was logged
-        self.close()
-        raise EngineLost(f"vLLM's process {end}; {cause}{end_of_log(lines)}")
-
     def _raise_silent(self) -> NoReturn:
-        log_text = end_of_log(self._log_lines())
-        self.close()
         raise EngineLost(
-            f"vLLM's process gave no sign of life for {self._timeout_s:g} s and was ended; raise "
-            f"VLLMOptions(timeout_s=...) if it only was slow; {log_text}"
+            f"vLLM's process gave no sign of life for {self._timeout_s:g} s and was ended, {self._log.end()}"
         )
-
-    def _log_lines(self) -> list[str]:
-        text = self._log.read_text(errors="replace") if self._log.exists() else ""
-        return [line.strip() for line in text.splitlines() if line.strip()]
-
-
-def _save_settings(folder: Path, model: Any, tokenizer: Any, images: PromptImages | None) -> None:
-    """Write the configuration that vLLM starts with, and its tokenizer or processor."""
-    config = copy.deepcopy(model.config)
-    config.architectures = config.architectures or [type(model).__name__]  # which vLLM would guess otherwise
-    config.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    if images is not None:
-        images.save_processor(folder)  # with its tokenizer
 
 
 def _input_arguments(model: Any, tokenizer: Any, images: PromptImages | None) -> dict[str, Any]:
@@ -337,23 +343,3 @@ def _input_arguments(model: Any, tokenizer: Any, images: PromptImages | None) ->
     elif placeholder_ids(model):
         arguments["language_model_only"] = True
     return arguments
-
-
-def _interpreter() -> str:
-    """Return the interpreter to start when the options name none."""
-    given = os.environ.get("VLLM_PYTHON")
-    if given:
-        return given
-    if importlib.util.find_spec("vllm") is None:
-        check_version(None, f"this interpreter, {sys.executable},")
-    return sys.executable
-
-
-def _environment(device: torch.device, ranks: TensorRanks | None) -> dict[str, str]:
-    variables = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
-    variables = {**_DEFAULTS, **variables}
-    if device.type == "cuda":
-        devices = (visible_device(device),) if ranks is None else ranks.devices
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        variables["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of CUDA IPC are pickled
-    return variables

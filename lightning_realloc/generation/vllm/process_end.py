@@ -1,9 +1,8 @@
-"""How a vLLM's processes are ended, and what their log says about an end that nobody asked for."""
+"""End vLLM's processes, and describe an end that nobody asked for."""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -13,14 +12,19 @@ from contextlib import suppress
 from pathlib import Path
 
 from lightning_realloc.generation.vllm.owned_folder import OwnedFolder
+from lightning_realloc.generation.vllm.start.process_log import ProcessLog
 
 MARK = "LIGHTNING_REALLOC_VLLM"
 """Variable by which the processes of one vLLM are found."""
-_ERROR = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception): .*")
 
 
-def end_processes(process: subprocess.Popen[bytes], connection: socket.socket, folder: OwnedFolder, mark: str) -> None:
-    """End a vLLM's processes, close the connection to it, and remove its files."""
+def end_processes(
+    process: subprocess.Popen[bytes], connection: socket.socket, files: tuple[OwnedFolder, ProcessLog], mark: str
+) -> None:
+    """End a vLLM's processes, close the connection to it, and remove its files.
+
+    All have ended when this returns, so the memory of their device is free for the next one.
+    """
     connection.close()
     deadline = time.monotonic() + 10.0  # in which a resource tracker has removed shared memory, unless it hangs
     while left := dict(_processes_of(process.pid, mark)):
@@ -31,6 +35,8 @@ def end_processes(process: subprocess.Popen[bytes], connection: socket.socket, f
         process.poll()
         time.sleep(0.01)
     process.wait()
+    folder, log = files
+    log.remove_unless_kept()
     folder.cleanup()
 
 
@@ -47,18 +53,13 @@ def _processes_of(session: int, mark: str) -> Iterator[tuple[int, bool]]:
                 yield int(folder.name), b"multiprocessing.resource_tracker" in (folder / "cmdline").read_bytes()
 
 
-def describe_end(code: int) -> str:
-    """Return how a process ended, by its exit code; negative ones are signals."""
-    return f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-
-
-def last_error(lines: list[str]) -> str:
-    """Return the last error that a log names; empty if it names none. vLLM also logs errors that it goes on after."""
-    errors = [found[0] for line in lines if (found := _ERROR.search(line))]
-    causes = [error for error in errors if "root cause above" not in error.lower()]
-    return f"its log names {causes[-1][:400]}; " if causes else ""
-
-
-def end_of_log(lines: list[str]) -> str:
-    """Return the last lines of a log, for an error."""
-    return f"the end of its log: {' | '.join(lines[-4:])[-600:] or 'nothing'}"
+def cause_of_end(process: subprocess.Popen[bytes], log: ProcessLog, *, timeout_s: float) -> str:
+    """Return why a process ended that nobody ended, or how: by the error in its log, its exit code or its signal."""
+    try:
+        code = process.wait(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return log.root_cause() or f"vLLM's process closed its connection, and was ended, {log.end()}"
+    if code < 0:  # from elsewhere than an error that was logged
+        return f"vLLM's process ended by signal {signal.Signals(-code).name}, {log.end()}"
+    cause = log.root_cause() if code else None
+    return cause or f"vLLM's process ended with exit code {code}, {log.end()}"

@@ -50,8 +50,8 @@ class VLLMServer:
         assert options.address is not None
         self._address, self._timeout_s = options.address.rstrip("/"), options.timeout_s
         self._max_slots, self._is_asleep = max_slots, False
+        self.version = server_version(self._address, timeout_s=self._timeout_s)
         with self._reading():
-            self.version = check_version(self._ask("version")["version"], f"the server {self._address}")
             config = self._ask("server_info?config_format=json")["vllm_config"]
             (served,) = self._ask("v1/models")["data"]
             self._name, self.max_length = str(served["id"]), int(served["max_model_len"])
@@ -180,31 +180,48 @@ class VLLMServer:
             )
 
     def _ask(self, route: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Return the server's answer to a GET, or to a POST of ``body``.
+        return _ask(self._address, route, body, timeout_s=self._timeout_s)
 
-        Raises:
-            GenerationError: for a request that the server refuses.
-            EngineLost: if it does not answer, or with anything else than vLLM does.
-        """
-        data, name = None if body is None else json.dumps(body).encode(), route.partition("?")[0]
-        with self._reading():
-            try:
-                status, content = fetch(self._address, route, data, timeout_s=self._timeout_s)
-            except OSError as error:
-                raise EngineLost(
-                    f"the vLLM server {self._address} does not answer {name}: {error}; start it, or leave address out "
-                    f"for a process of the run's own"
-                ) from error
-            if not 200 <= status < 300:
-                raise self._refusal(name, status, content)
-            return json.loads(content) if content else None
 
-    def _refusal(self, route: str, status: int, content: bytes) -> GenerationError:
-        if status == 404:
-            return GenerationError(
-                f"{self._address} has no {route}; start `vllm serve` with VLLM_SERVER_DEV_MODE=1, which adds the "
-                f"routes for new weights"
-            )
-        kind = GenerationError if 400 <= status < 500 else EngineLost
-        said = " ".join(content.decode(errors="replace").split())[:300]
-        return kind(f"the vLLM server {self._address} refuses {route} with {status}: {said}")
+def server_version(address: str, *, timeout_s: float) -> str:
+    """Return the version of vLLM that a server runs.
+
+    Raises:
+        GenerationError: for one that was not tested, and for another server than vLLM's.
+        EngineLost: if nothing answers at the address.
+    """
+    address = address.rstrip("/")
+    with reading(f"the server {address}"):
+        return check_version(_ask(address, "version", None, timeout_s=timeout_s)["version"], f"the server {address}")
+
+
+def _ask(address: str, route: str, body: Mapping[str, Any] | None, *, timeout_s: float) -> Any:
+    """Return the server's answer to a GET, or to a POST of ``body``.
+
+    Raises:
+        GenerationError: for a request that the server refuses.
+        EngineLost: if it does not answer, or with anything else than vLLM does.
+    """
+    data, name = None if body is None else json.dumps(body).encode(), route.partition("?")[0]
+    with reading(f"the server {address}"):
+        try:
+            status, content = fetch(address, route, data, timeout_s=timeout_s)
+        except OSError as error:
+            raise EngineLost(
+                f"the vLLM server {address} does not answer {name}: {error}; start it, or leave address out for a "
+                f"process of the run's own"
+            ) from error
+        if not 200 <= status < 300:
+            raise _refusal(address, name, status, content)
+        return json.loads(content) if content else None
+
+
+def _refusal(address: str, route: str, status: int, content: bytes) -> GenerationError:
+    if status == 404:
+        return GenerationError(
+            f"{address} has no {route}; start `vllm serve` with VLLM_SERVER_DEV_MODE=1, which adds the routes for new "
+            f"weights"
+        )
+    kind = GenerationError if 400 <= status < 500 else EngineLost
+    said = " ".join(content.decode(errors="replace").split())[:300]
+    return kind(f"the vLLM server {address} refuses {route} with {status}: {said}")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_realloc.batch.samples import Samples
-from lightning_realloc.errors import DataError
+from lightning_realloc.errors import DataError, class_name
 from lightning_realloc.runtime.messages.failure_store import peer_error
 from lightning_realloc.runtime.messages.objects import gather_objects
 from lightning_realloc.runtime.messages.plain_data import decode_value, encode_value
@@ -50,7 +50,7 @@ def all_gather_samples(mine: Samples | Exception | None) -> Samples:
     own = mine if isinstance(mine, Exception) else None
     if isinstance(mine, Samples):
         mine = replace(mine.to("cpu"), data={})  # as the other ranks get them, also on the only rank
-    everyone = gather_objects(mine if own is None else (type(own).__name__, str(own)))
+    everyone = gather_objects(mine if own is None else (class_name(own), str(own)))
     for rank, theirs in enumerate(everyone):
         if isinstance(theirs, tuple):
             if own is not None and (len(everyone) == 1 or dist.get_rank() == rank):

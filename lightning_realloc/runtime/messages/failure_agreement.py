@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from lightning_realloc.errors import RankLost
+from lightning_realloc.errors import RankLost, class_name
 from lightning_realloc.runtime.messages.failure_store import (
     group_store,
     is_broken_connection,
@@ -98,7 +98,7 @@ class FailureAgreement:
         self.has_concluded, rank = True, self._node.rank
         if error is not None:
             error = self.explained(error)
-            self._errors[rank] = (type(error).__name__, str(error))
+            self._errors[rank] = (class_name(error), str(error))
             self.learn(rank)
         if self._has_store:
             with suppress(RuntimeError):  # it was lost

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from lightning_realloc import errors
-from lightning_realloc.errors import RankLost, ReallocError
+from lightning_realloc.errors import RankLost, ReallocError, class_name, shared
 from lightning_realloc.runtime.messages.stalls import RankState
 
 PEER_FAILURE_S = 15.0
@@ -80,7 +80,7 @@ def read_published(store: Any) -> Published:
 def publish_failure(rank: int, error: BaseException) -> None:
     """Write this rank's error to the store, for the other ranks to read."""
     with suppress(RuntimeError):  # the rank that hosts the store has ended
-        _publish(rank, _FAILED, [type(error).__name__, str(error)])
+        _publish(rank, _FAILED, [class_name(error), str(error)])
 
 
 def publish_loss(rank: int) -> None:
@@ -153,8 +153,8 @@ def peer_error(rank: int, name: str, message: str) -> ReallocError:
     """Return the error to raise for another rank's: of the same class if this package defines it."""
     known = getattr(errors, name, None)
     if isinstance(known, type) and issubclass(known, ReallocError):
-        return known(message)
-    return ReallocError(f"rank {rank} failed with {name}: {message}")
+        return known(message) if known is RankLost else shared(known(message))
+    return shared(ReallocError(f"rank {rank} failed with {name}: {message}"))
 
 
 def await_watching(wait: Callable[[], Value], *, what: str) -> Value:

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from lightning_realloc.dataflow.dataflow import ModelFunctionCall
-from lightning_realloc.errors import GenerationError
+from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
+from lightning_realloc.dataflow.execution_plan import ExecutionPlan
+from lightning_realloc.errors import ConfigError, GenerationError, shared
 from lightning_realloc.generation import Engine, HFEngine
-from lightning_realloc.generation.core.capabilities import require_capability
+from lightning_realloc.generation.core.capabilities import CAPABILITIES, require_capability
 from lightning_realloc.generation.loop.environment import Agree
 from lightning_realloc.layout import Layout
 from lightning_realloc.runtime.messages.objects import gather_objects
+from lightning_realloc.runtime.transfer.shared_memory import host_identity
+from lightning_realloc.strategies.algorithm_protocol import RunnableAlgorithm
 from lightning_realloc.strategies.calls.context import CallContext
 from lightning_realloc.strategies.calls.lockstep import Lockstep
 from lightning_realloc.strategies.calls.weight_updates import WeightUpdates
@@ -26,10 +29,14 @@ from lightning_realloc.strategies.generation_limits import refuse_generation_lay
 from lightning_realloc.strategies.pool.replica import Replica
 
 if TYPE_CHECKING:
+    from lightning_realloc.generation import VLLMOptions
     from lightning_realloc.generation.rebalance.peers import Peers
     from lightning_realloc.generation.speculative.drafter import Drafter
     from lightning_realloc.generation.staged.staged_engine import StagedEngine
     from lightning_realloc.generation.vllm.service import VLLMService
+
+SERVER_CHECK_S = 30.0
+"""Seconds that a vLLM server has to answer before models are built."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +221,12 @@ class VLLMEngines(EngineFactory):
             ranks=ranks,
             agree=agreement(group, context.device),
             verify_weights=context.pool.verify_weights,
-            handed=HandedModel(role=replica.role, layout=str(replica.layout), rank=context.rank),
+            handed=HandedModel(
+                role=replica.role,
+                layout=str(replica.layout),
+                rank=context.rank,
+                first_rank=min(replica.layout.ranks),
+            ),
         )
         self._services[key] = engine.service
         if not engine.merges_adapters:
@@ -236,6 +248,40 @@ class VLLMEngines(EngineFactory):
         """End all processes; a later call starts them again."""
         for service in self._services.values():
             service.close()
+
+
+def check_vllm(algorithm: RunnableAlgorithm, dataflow: Dataflow, plan: ExecutionPlan, rank: int) -> None:
+    """Check, before models are built, that each host that generates has vLLM, or reaches the server. Collective.
+
+    Raises:
+        ConfigError: on every rank, for the first host without it.
+    """
+    if "vllm" not in CAPABILITIES[algorithm.engine]:
+        return
+    calls = [call.name for call in dataflow.calls if call.kind == "generate"]
+    generates = any(rank in plan.layout(call).ranks for call in calls)
+    hosts, fault = gather_objects(host_identity() if generates else None), None
+    if generates and hosts.index(hosts[rank]) == rank:
+        try:
+            _check_vllm_here(algorithm.generation_options.vllm)
+        except GenerationError as error:
+            fault = str(error)
+    faults = gather_objects(fault)
+    for host, found in zip(hosts, faults, strict=True):
+        if found is not None:
+            where = f"on the host {host.partition('/')[0]}, " if len({*hosts} - {None}) > 1 else ""
+            raise shared(ConfigError(f"{where}{found}"))
+
+
+def _check_vllm_here(options: VLLMOptions | None) -> None:
+    """Raise GenerationError for an interpreter without vLLM, and for a server that does not answer."""
+    from lightning_realloc.generation.vllm.start.interpreter import interpreter, vllm_version_of
+    from lightning_realloc.generation.vllm.vllm_server import server_version
+
+    if options is not None and options.address is not None:
+        server_version(options.address, timeout_s=min(options.timeout_s, SERVER_CHECK_S))
+    else:
+        vllm_version_of(interpreter(None if options is None else options.python))
 
 
 def agreement(group: dist.ProcessGroup | None, device: torch.device) -> Agree | None:

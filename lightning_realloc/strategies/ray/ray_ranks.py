@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FORWARDED_PREFIXES = (
     *("CUBLAS_", "CUDA_LAUNCH", "GLOO_", "HF_", "LIGHTNING_REALLOC_", "MKL_", "NCCL_", "OMP_", "OPENBLAS_"),
-    *("PL_", "PYTORCH_", "TOKENIZERS_", "TORCH_", "TRANSFORMERS_"),
+    *("PL_", "PYTORCH_", "TOKENIZERS_", "TORCH_", "TRANSFORMERS_", "VLLM_"),
 )
 """Beginnings of the environment variables that ranks take over from the process that called the Trainer."""
 

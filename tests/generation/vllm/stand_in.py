@@ -20,6 +20,10 @@ def load(name, path):
 
 child = load("child", sys.argv[1])
 behaviour, folder = {behaviour!r}, {folder!r}
+version = {{"absent": None, "old": "0.11.2"}}.get(behaviour, "0.32.0")
+if len(sys.argv) == 2:  # a check before the run
+    print(child.json.dumps(dict(vllm=version)))
+    sys.exit()
 
 def note(text):
     with open(folder + "/notes", "a") as notes:
@@ -77,7 +81,7 @@ broken = dict(
 connection = socket.socket(fileno=int(sys.argv[2]))
 is_first = not os.path.exists(folder + "/notes")
 note(f"started {{os.getpid()}}")
-child.send(connection, dict(vllm={{"absent": None, "old": "0.11.2"}}.get(behaviour, "0.32.0")))
+child.send(connection, dict(vllm=version))
 settings = child.receive(connection)
 if settings is None:
     sys.exit()

@@ -219,7 +219,7 @@ def test_a_vllm_that_is_killed_while_it_generates_is_restarted_once_and_then_end
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
     with (
         killed_while_it_generates(engine) as second,
-        pytest.raises(EngineLost, match="vLLM's process ended by signal SIGKILL; the end of its log: ") as caught,
+        pytest.raises(EngineLost, match="vLLM's process ended by signal SIGKILL, the end of its log: ") as caught,
     ):
         engine.generate(prompts, params)
     assert "\n" not in str(caught.value)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import time
@@ -16,7 +14,6 @@ import torch
 from lightning_realloc.errors import ConfigError, GenerationError
 from lightning_realloc.generation import Completion, Conversation, SamplingParams, Turn, VLLMEngine, VLLMOptions
 from lightning_realloc.generation.vllm.messages import EngineLost
-from lightning_realloc.generation.vllm.owned_folder import OwnedFolder
 from tests.generation.vllm.stand_in import notes, stand_in
 from tests.models import byte_tokenizer, tiny_model
 
@@ -126,9 +123,12 @@ def test_no_prompts_start_no_process(tmp_path: Path) -> None:
     [
         ("absent", r"the interpreter .*python has no vLLM; make an environment with vllm==0\.32\.\*"),
         ("old", r"has vLLM 0\.11\.2, and .* tested with 0\.32\.\* alone; install vllm==0\.32\.\*"),
-        ("does not start", "vLLM's process ended with exit code 3; the end of its log: out of memory"),
-        ("dies", "vLLM's process ended by signal SIGKILL; the end of its log: WARNING.* segmentation fault"),
-        ("error", "vLLM failed: ValueError: no such kernel"),
+        (
+            "does not start",
+            r"^vLLM's process ended with exit code 3, the end of its log: out of memory \(vLLM for the model on rank 0",
+        ),
+        ("dies", "^vLLM's process ended by signal SIGKILL, the end of its log: WARNING.* segmentation fault"),
+        ("error", r"^ValueError: no such kernel \(vLLM for the model on rank 0 failed; its log is /"),
         ("keeps old weights", r"answered with the weights default in place of \w+-1, which it was given last"),
     ],
 )
@@ -151,18 +151,9 @@ def test_temperatures_that_vllm_refuses_or_replaces_are_named_before_it_starts(
     assert not (tmp_path / "notes").exists()
 
 
-def test_an_interpreter_that_does_not_exist_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = VLLMEngine(tiny_model("llama"), options=VLLMOptions(python=str(tmp_path / "none")))
-    with pytest.raises(GenerationError, match=r"vLLM's interpreter .*none does not start: No such file"):
-        engine.generate([[5]], GREEDY)
-    monkeypatch.setenv("VLLM_PYTHON", str(tmp_path / "other"))
-    with pytest.raises(GenerationError, match=r"vLLM's interpreter .*other does not start"):
-        VLLMEngine(tiny_model("llama")).generate([[5]], GREEDY)
-
-
 def test_a_process_that_says_nothing_is_ended_after_the_timeout(tmp_path: Path) -> None:
     engine, begin = engine_with(tmp_path, "silent", timeout_s=1.0), time.monotonic()
-    with pytest.raises(EngineLost, match=r"no sign of life for 1 s and was ended; raise VLLMOptions\(timeout_s"):
+    with pytest.raises(EngineLost, match=r"no sign of life for 1 s and was ended, .*; raise VLLMOptions\(timeout_s"):
         engine.generate([[5], [6]], GREEDY)
     assert time.monotonic() - begin < 30, "the program sleeps for a minute"
 
@@ -194,49 +185,6 @@ def test_broken_messages_and_connections_are_a_lost_engine_within_the_timeout(
     while any(map(is_running, processes)):  # killed, and not ended at once on a busy machine
         assert time.monotonic() - begin < 30, "the program sleeps for a minute"
         time.sleep(0.05)
-
-
-def test_a_start_that_fails_is_not_tried_again_and_its_cause_comes_first(tmp_path: Path) -> None:
-    engine = engine_with(tmp_path, "warns and does not start", restarts=3)
-    cause = "vLLM does not start: vLLM's process ended with exit code 3; its log names RuntimeError: no kernel for this"
-    with pytest.raises(EngineLost, match=cause):
-        engine.generate([[5]], GREEDY)
-    assert len(notes(tmp_path, "started")) == 1
-
-
-def test_the_start_has_a_line_with_the_path_of_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
-        engine_with(tmp_path).generate([[5]], GREEDY)
-    (line,) = (text for text in caplog.messages if text.startswith("starting vLLM"))
-    assert line.startswith("starting vLLM (log: /") and line.endswith("/vllm.log)")
-
-
-def test_folders_of_killed_owners_are_removed_by_the_next_one(tmp_path: Path) -> None:
-    kept, killed = OwnedFolder(tmp_path), tmp_path / "lightning-realloc-vllm-killed"
-    killed.mkdir()
-    (killed / "model.safetensors").write_bytes(b"weights")
-    (killed / "owner.lock").touch()
-    made = OwnedFolder(tmp_path)
-    assert killed.exists(), "it is young: its owner may be about to lock it"
-    for folder in (killed, kept.path):
-        os.utime(folder / "owner.lock", (0, 0))
-    made.cleanup()
-    OwnedFolder(tmp_path).cleanup()
-    assert [path.name for path in tmp_path.iterdir()] == [kept.path.name]
-
-
-def test_folders_are_kept_where_files_cannot_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: object) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    with monkeypatch.context() as patches:
-        patches.setattr(fcntl, "flock", refuse)
-        unlocked = OwnedFolder(tmp_path)
-    for lock in unlocked.path.iterdir():  # an old lock that nobody holds would be an abandoned folder's
-        os.utime(lock, (0, 0))
-    OwnedFolder(tmp_path).cleanup()
-    assert [path.name for path in tmp_path.iterdir()] == [unlocked.path.name]
-    unlocked.cleanup()
 
 
 def test_a_restart_repeats_open_requests_alone_with_weights_handed_over_again(

@@ -154,9 +154,46 @@ def test_a_layout_is_refused_before_models_are_built(workers: WorkerPool) -> Non
         workers.run(fit_in_stages, world_size=2, init_process_group=False)
 
 
+def fit_unbuilt(options: VLLMOptions, layout: str) -> str:
+    """Return the error of a run that must end before its models are built."""
+    generation = GenerationOptions(vllm=options)
+    module = Unbuilt(
+        tiny_model("llama"), runs.low_tokens, engine="vllm", tokenizer=byte_tokenizer(), generation=generation
+    )
+    with pytest.raises(ConfigError) as caught:
+        runs.train(module, runs.calls(actor_generate=layout, actor_train="dp2"), 2, Batches(1))
+    return str(caught.value)
+
+
+def test_interpreters_and_servers_are_checked_before_models_are_built_on_ranks_that_generate(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    def errors(layout: str = "dp1@1", **options: Any) -> str:
+        given = VLLMOptions(**options), layout
+        (error,) = set(workers.run(fit_unbuilt, *given, world_size=2, init_process_group=False))
+        return str(error)
+
+    nowhere = str(tmp_path / "none")
+    assert errors(python=nowhere).startswith(f"vLLM's interpreter {nowhere} does not start: No such file")
+    assert "python has vLLM 0.11.2, and" in errors("dp2", python=stand_in(tmp_path, "old"))
+    assert not (tmp_path / "notes").exists(), "no vLLM was started"
+    assert errors(address="http://127.0.0.1:9").startswith("the vLLM server http://127.0.0.1:9 does not answer")
+
+
+@CPU_ALONE
+def test_a_vllm_that_does_not_start_ends_the_run_with_its_cause_on_every_rank(
+    workers: WorkerPool, tmp_path: Path
+) -> None:
+    options = VLLMOptions(python=stand_in(tmp_path, "warns and does not start"), restarts=3)
+    cause = r"GenerationError: RuntimeError: no kernel for this device \(vLLM for actor on rank 1 does not start"
+    with pytest.raises(WorkerFailure, match=cause):
+        workers.run(run, options, "dp1@1", 2, world_size=2, init_process_group=False)
+    assert len(notes(tmp_path, "started")) == 1
+
+
 @CPU_ALONE
 def test_a_lost_vllm_ends_the_run_on_every_rank_with_its_log(workers: WorkerPool, tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailure, match=r"vLLM's process ended by signal SIGKILL; .*segmentation fault"):
+    with pytest.raises(WorkerFailure, match=r"vLLM's process ended by signal SIGKILL, .*segmentation fault"):
         options = VLLMOptions(python=stand_in(tmp_path, "dies"), restarts=0)
         workers.run(run, options, "dp2", 2, world_size=2, init_process_group=False)
 

@@ -20,6 +20,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 from lightning_realloc.data.rows import read_rows
 from lightning_realloc.errors import ConfigError, DataError, RankLost
+from lightning_realloc.runtime.messages.failure_store import peer_error
 from lightning_realloc.strategies.lightning import failures
 from lightning_realloc.strategies.lightning.failures import end_started_ranks, report_failures
 from tests.devices import CPU_ALONE
@@ -78,6 +79,19 @@ def test_rank_0_shows_the_script_and_other_ranks_print_one_line(
     assert first.splitlines()[-1].startswith(f"lightning_realloc.errors.DataError: {message}")
     assert "in refused" in first and "data/rows.py" not in first
     assert other.startswith(f"error on rank 3: {message}") and other.count("\n") == 1
+
+
+@pytest.mark.usefixtures("previous_hook")
+def test_an_error_that_all_ranks_raise_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    def agree() -> None:
+        raise peer_error(1, "GenerationError", "no such interpreter")
+
+    report_failures(rank=0, launcher=None)
+    sys.excepthook(*raised(agree))
+    assert capsys.readouterr().err.endswith("lightning_realloc.errors.GenerationError: no such interpreter\n")
+    report_failures(rank=3, launcher=None)
+    sys.excepthook(*raised(agree))
+    assert capsys.readouterr().err == "error on rank 3: the error of rank 0\n"
 
 
 @pytest.mark.usefixtures("previous_hook")
@@ -225,7 +239,7 @@ def test_runs_end_with_one_message_and_promptly_if_one_rank_fails(tmp_path: Path
     lines = alike.output.splitlines()
     assert alike.code == 1
     assert lines[-1].startswith(f"[rank0]: lightning_realloc.errors.ConfigError: {message}")
-    assert sum(line.startswith(f"error on rank 1: {message}") for line in lines) == 1
+    assert lines.count("error on rank 1: the error of rank 0") == 1
     assert alike.output.count("Traceback") == 1
     assert alike.output.count("File ") == 2  # the script's own frames
     first = "[rank1]: ArithmeticError: overflow"

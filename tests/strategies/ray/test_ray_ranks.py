@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_realloc.errors import CheckpointError, ConfigError, DataError, RankLost
+from lightning_realloc.errors import CheckpointError, ConfigError, DataError, GenerationError, RankLost, class_name
+from lightning_realloc.generation.vllm.messages import StartFailed
 from lightning_realloc.retries import attempts
+from lightning_realloc.runtime.messages.failure_store import peer_error
 from lightning_realloc.strategies import ReallocStrategy
 from lightning_realloc.strategies.lightning.launch_options import LaunchOptions
 from lightning_realloc.strategies.ray import ray_cluster
@@ -65,7 +67,7 @@ def test_ranks_on_a_cpu_see_the_gpus_that_ray_shows_them() -> None:
 
 
 def test_ranks_take_over_settings_of_libraries_and_no_secrets() -> None:
-    libraries = {"NCCL_DEBUG": "INFO", "HF_HOME": "/models", "PL_GLOBAL_SEED": "1"}
+    libraries = {"NCCL_DEBUG": "INFO", "HF_HOME": "/models", "VLLM_PYTHON": "/env/bin/python"}
     assert forwarded_variables({**libraries, "HF_TOKEN": "hf", "RANK": "0", "PATH": "/bin"}) == libraries
 
 
@@ -124,6 +126,17 @@ def test_the_cause_is_raised_and_not_its_consequences_on_other_ranks() -> None:
     assert str(silent).startswith("rank 2 on node 1 (10.0.0.1), rank 3 on node 1 (10.0.0.1) did not answer within 10 s")
     broken = cause_of({1: closed, 0: closed})
     assert isinstance(broken, RankLost) and str(broken).startswith("rank 1 on node 0 (10.0.0.0) lost the connection")
+
+
+def test_a_vllm_that_does_not_start_is_no_lost_rank_which_would_start_the_run_again() -> None:
+    error = StartFailed("ModuleNotFoundError: No module named 'msgspec' (vLLM for actor on rank 1 does not start)")
+    assert type(pickle.loads(pickle.dumps(error))) is StartFailed, "as it is sent"
+    own = RankFailure(error, "")
+    copied = RankFailure(peer_error(1, class_name(error), str(error)), "")
+    for failures in ({1: own, 0: copied}, {0: copied, 1: own}):
+        found = cause_of(failures)
+        assert type(found) in (StartFailed, GenerationError) and not isinstance(found, RankLost)
+        assert str(found) == str(own.error)
 
 
 def test_ranks_that_end_after_a_signal_are_no_failure() -> None:

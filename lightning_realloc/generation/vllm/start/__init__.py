@@ -1,0 +1,1 @@
+"""Start vLLM's process: the interpreter (`interpreter`), and the log with the cause of a failure (`process_log`)."""
