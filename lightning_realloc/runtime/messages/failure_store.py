@@ -173,9 +173,14 @@ def await_watching(wait: Callable[[], Value], *, what: str) -> Value:
 
     Thread(target=run, daemon=True).start()  # an executor's thread would keep the process from ending
     while not futures.wait((outcome,), CHECK_S).done:
-        if (cause := _cause_to_end()) is not None:
-            raise RankLost(f"{cause}; this rank waited for {what}")
+        raise_failure_elsewhere(what)
     return outcome.result()
+
+
+def raise_failure_elsewhere(what: str) -> None:
+    """Raise RankLost, naming the rank, if one failed or was lost; ``what`` says what this rank waits for."""
+    if (cause := _cause_to_end()) is not None:
+        raise RankLost(f"{cause}; this rank waited for {what}")
 
 
 def _cause_to_end() -> str | None:

@@ -217,8 +217,8 @@ class FlagBarrier:
         self, segment: SharedSegment, index: int, names: Sequence[str], *, deadline_s: float, channel: int = 0
     ) -> None:
         self._words = segment.words
-        self._mine = _line(index) + 2 * channel
-        self._others = tuple((_line(i) + 2 * channel, name) for i, name in enumerate(names) if i != index)
+        self._mine = member_word(index) + 2 * channel
+        self._others = tuple((member_word(i) + 2 * channel, name) for i, name in enumerate(names) if i != index)
         self._deadline_s = deadline_s
         self._arrivals = 0
         self._words[self._mine + 1] = os.getpid()
@@ -257,7 +257,7 @@ class FlagBarrier:
             if now > next_check:
                 next_check = now + 1.0
                 pid = words[flag + 1]
-                if pid and not _process_exists(pid):
+                if pid and not process_exists(pid):
                     raise ReallocError(f"{name} (process {pid}) ended while this one waited for it; see its own log")
             if now > start + self._deadline_s:
                 raise ReallocError(
@@ -317,8 +317,8 @@ def available_bytes() -> int:
     return available
 
 
-def _process_exists(pid: int) -> bool:
-    """Return whether ``pid`` runs; a zombie does not."""
+def process_exists(pid: int) -> bool:
+    """Return whether the process ``pid`` runs; a zombie does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -326,6 +326,6 @@ def _process_exists(pid: int) -> bool:
     return state not in ("Z", "X")
 
 
-def _line(member: int) -> int:
-    """Return the index of the first of a member's eight words."""
+def member_word(member: int) -> int:
+    """Return the index of the first of the eight words in a segment's header that only this member writes."""
     return _FIRST_LINE_BYTE // _WORD_BYTES + member * _WORDS_PER_LINE

@@ -7,16 +7,25 @@ are between two tokens, or when they may not go on with older weights.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_realloc.dataflow.dataflow import Dataflow, ModelFunctionCall
 from lightning_realloc.dataflow.execution_plan import ExecutionPlan
+from lightning_realloc.layout.cluster import ClusterSpec
+from lightning_realloc.realloc.delivery import sends_on
+from lightning_realloc.realloc.plan import ReallocationPlan
 from lightning_realloc.realloc.planner import plan_reallocation
 from lightning_realloc.runtime.messages.failure_store import await_watching
 from lightning_realloc.runtime.parallel.mesh import MeshRegistry
 from lightning_realloc.runtime.parallel.shards import local_tensors, reshard
+from lightning_realloc.runtime.transfer.shared_memory import SharedSegment, share_segment
+from lightning_realloc.runtime.transfer.version_frames import HostFrames
 from lightning_realloc.runtime.transfer.version_stream import VersionReceiver, VersionSender
+from lightning_realloc.runtime.transfer.weight_check import WeightSubject
 from lightning_realloc.strategies.pool.pool_options import PoolOptions
 from lightning_realloc.strategies.pool.replica import Replica
 
@@ -40,10 +49,9 @@ class ReplicaStream:
         assert target.weight_copy is not None and target.weight_copy.trained is not None, "the replica was filled"
         copied = target.weight_copy.trained
         sent_dtype = min(options.master_dtype, options.copy_dtype, key=lambda dtype: dtype.itemsize)
-        # Planned for one node, since a rank that received a piece does not send it on while it generates.
-        plan = plan_reallocation(
-            copied.plan.source, copied.plan.target, element_bytes=sent_dtype.itemsize, rank=home.rank
-        )
+        way = _plan_stream(home, target, copied.plan, sent_dtype, options, group)
+        self.obstacle = way.obstacle
+        """Why the ranks of a host receive the same weights separately; None if they do not."""
         self.role = home.role
         self.version = version
         """Version that this rank's part of the replica holds; on other ranks the one it held first."""
@@ -52,20 +60,19 @@ class ReplicaStream:
         self._sender: VersionSender | None = None
         self._receiver: VersionReceiver | None = None
         if home.is_inside:
-            source = local_tensors(home.model)
+            source, verify_weights = local_tensors(home.model), options.verify_weights
             self._sender = VersionSender(
-                plan, source, dtype=sent_dtype, group=group, tag=tag, verify_weights=options.verify_weights
+                way.plan, source, dtype=sent_dtype, group=group, tag=tag, verify_weights=verify_weights
             )
-        elif target.is_inside:
+        elif way.frames is not None:
             self._receiver = VersionReceiver(
-                plan,
+                way.frames,
                 copied.target_tensors,
-                verify_weights=options.verify_weights,
-                role=home.role,
-                version=version,
-                dtype=sent_dtype,
                 group=group,
                 tag=tag,
+                segment=way.segment,
+                subject=WeightSubject(home.role, home.layout, target.layout, home.rank, "stream"),
+                version=version,
             )
 
     @property
@@ -93,7 +100,7 @@ class ReplicaStream:
     def take(self) -> int:
         """Write the next version into the replica, and return it; waits for it. Only on the replica's ranks."""
         assert self._receiver is not None, "this rank holds a part of the replica"
-        version = self._next(self._receiver)
+        version = self._receiver.receive()
         assert version is not None, "the stream is open"
         self.version, self._num_received = version, self._num_received + 1
         return version
@@ -109,13 +116,8 @@ class ReplicaStream:
         if self._sender is not None:
             await_watching(self._sender.close, what="ranks that take the last weights")
         if self._receiver is not None:
-            end = self._next(self._receiver)
+            end = self._receiver.receive()
             assert end is None, f"version {end} came after the last one"
-
-    def _next(self, receiver: VersionReceiver) -> int | None:
-        if not receiver.has_arrived():
-            await_watching(receiver.wait, what="newer weights")
-        return receiver.receive()
 
 
 class WeightStreams:
@@ -126,6 +128,8 @@ class WeightStreams:
         self._calls: tuple[str, ...] = ()
         """Generating calls whose replicas may be filled in the background."""
         self._open: dict[str, ReplicaStream] = {}
+        self._separate: set[str] = set()
+        """Calls whose ranks receive weights separately, as the log has said."""
         self.version = 0
         """Iterations of training, as far as this rank has come."""
 
@@ -162,7 +166,11 @@ class WeightStreams:
         """Begin the stream of a call that is allowed to have one; ``target`` holds ``version`` now."""
         if call in self._calls and call not in self._open:
             tag = _FIRST_TAG + self._calls.index(call)
-            self._open[call] = ReplicaStream(home, target, self.version, self._options, meshes.host_group, tag)
+            stream = ReplicaStream(home, target, self.version, self._options, meshes.host_group, tag)
+            self._open[call] = stream
+            if stream.obstacle is not None and call not in self._separate:
+                self._separate.add(call)
+                rank_zero_info(f"each rank of {call} receives weights of its own, because {stream.obstacle}")
 
     def push(self, role: str) -> None:
         """Send the weights of a role that was just trained, as the next version. Every rank calls it."""
@@ -177,6 +185,43 @@ class WeightStreams:
 
     def _of_role(self, role: str | None) -> dict[str, ReplicaStream]:
         return {call: stream for call, stream in self._open.items() if role in (None, stream.role)}
+
+
+class _StreamPlan(NamedTuple):
+    """The way of a stream's weights, as one rank knows it."""
+
+    plan: ReallocationPlan
+    """With the transfers of this rank."""
+    frames: HostFrames | None
+    """What lands on this rank's host; None on ranks that do not generate."""
+    segment: SharedSegment | None
+    """Memory for that; None: memory of the rank's own."""
+    obstacle: str | None
+    """Why the ranks of a host cannot share what lands; None if they do, or if each needs other weights."""
+
+
+def _plan_stream(
+    home: Replica,
+    target: Replica,
+    copied: ReallocationPlan,
+    dtype: torch.dtype,
+    options: PoolOptions,
+    group: dist.ProcessGroup,
+) -> _StreamPlan:
+    """Plan a stream so that weights enter each node once, if its ranks can share memory. Collective over ``group``."""
+
+    def planned(cluster: ClusterSpec | None) -> tuple[ReallocationPlan, HostFrames | None]:
+        plan = plan_reallocation(copied.source, copied.target, cluster, element_bytes=dtype.itemsize, rank=home.rank)
+        return plan, HostFrames(plan, home.rank, dtype, options.verify_weights) if target.is_inside else None
+
+    plan, frames = planned(options.facts.cluster)
+    if not sends_on(plan):
+        return _StreamPlan(plan, frames, None, None)
+    readers, size = ((), 0) if frames is None else (frames.readers, frames.required_bytes)
+    segment, obstacle = share_segment(size, members=readers, group=group)
+    if obstacle is None:
+        return _StreamPlan(plan, frames, segment, None)
+    return _StreamPlan(*planned(None), None, obstacle)
 
 
 def _obstacle(call: ModelFunctionCall, dataflow: Dataflow, plan: ExecutionPlan) -> str | None:

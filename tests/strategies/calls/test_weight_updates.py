@@ -56,7 +56,8 @@ class Result:
 
 def train(
     plan: dict[str, str], folder: str, *, staleness: int = 2, sleep_s: float = 0.0, num_batches: int = 6,
-    settings: dict[str, Any] | None = None, save_after: int | None = None, ckpt_path: str | None = None, **options: Any,
+    batch_size: int = 6, settings: dict[str, Any] | None = None, save_after: int | None = None,
+    ckpt_path: str | None = None, **options: Any,
 ) -> Result:  # fmt: skip
     """Train, with a pause before every step of a generation."""
     world_size = runs.world_size()
@@ -75,8 +76,8 @@ def train(
     record = runs.Record()
     saved = [] if save_after is None else [SaveAt(Path(folder), (save_after,))]
     trainer = runs.trainer(strategy, world_size, callbacks=[record, *saved], default_root_dir=folder)
-    rows = next(iter(Batches(1, size=6 * num_batches)))
-    trainer.fit(module, BatchLoader(rows, batch_size=6, shuffle=False), ckpt_path=ckpt_path)
+    rows = next(iter(Batches(1, size=batch_size * num_batches)))
+    trainer.fit(module, BatchLoader(rows, batch_size=batch_size, shuffle=False), ckpt_path=ckpt_path)
     replica = strategy.pool.target("actor.generate")
     part = local_tensors(replica.model) if strategy.global_rank in replica.layout else {}
     weights = strategy.full_weights("actor")
