@@ -40,8 +40,8 @@ def counted(
             sent.append((receiver, frame.numel()))
         send(sender, frame, receiver)
 
-    share = weight_streams.share_segment if is_shared else lambda *_, **__: (None, "the test says so")
-    with patch.object(VersionSender, "_isend", recorded), patch.object(weight_streams, "share_segment", share):
+    share = shared_memory.share_segment if is_shared else lambda *_, **__: (None, "the test says so")
+    with patch.object(VersionSender, "_isend", recorded), patch(f"{weight_streams.__name__}.share_segment", share):
         return train(plan, folder, cluster=hosts, **options), sent
 
 
