@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,8 +19,9 @@ from torch import Tensor
 from lightning_realloc.runtime.transfer import shared_memory
 from lightning_realloc.runtime.transfer.version_stream import VersionSender
 from lightning_realloc.strategies.pool import weight_streams
+from lightning_realloc.strategies.pool.weight_streams import ReplicaStream
 from tests.strategies.calls.test_weight_updates import Result, lines, train
-from tests.workers import WorkerPool
+from tests.workers import PRELOADED, WorkerPool, rank_environments
 
 pytestmark = pytest.mark.skipif(shared_memory.shared_memory_obstacle() is not None, reason="needs Linux on x86")
 
@@ -103,3 +108,46 @@ def test_weights_enter_two_hosts_once_for_eight_generating_ranks(
     twelve: WorkerPool, tmp_path: Path, layout: str, staleness: int
 ) -> None:
     check(twelve, EIGHT[layout], tmp_path, staleness)
+
+
+def train_until(killed: int, variables: dict[str, str], folder: Path) -> None:
+    """Train; be killed once newer weights have been taken twice, or write down the error that ends the run."""
+    os.environ.update(variables)
+    rank, take = int(variables["RANK"]), ReplicaStream.take
+
+    def taken(stream: ReplicaStream) -> int:
+        version = take(stream)
+        if rank == killed and version == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return version
+
+    with patch.object(ReplicaStream, "take", taken):
+        try:
+            train(SMALL[2], str(folder), cluster=SMALL[1], sleep_s=0.02, staleness=2, batch_size=8)
+        except Exception as error:
+            (folder / f"rank{rank}.txt").write_text(f"{type(error).__name__}: {error}")
+    os._exit(1)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("killed", [2, 3])
+def test_a_killed_rank_of_a_host_ends_the_others(tmp_path: Path, killed: int) -> None:
+    context = get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    processes = [
+        context.Process(target=train_until, args=(killed, each, tmp_path)) for each in rank_environments(SMALL[0])
+    ]
+    for process in processes:
+        process.start()
+    begin = time.monotonic()
+    try:
+        for process in processes:
+            process.join(max(0.0, begin + 120.0 - time.monotonic()))
+        assert not any(process.is_alive() for process in processes), "nobody waits for the lost rank for ever"
+    finally:
+        for process in processes:
+            process.kill()
+    errors = {rank: (tmp_path / f"rank{rank}.txt") for rank in range(SMALL[0]) if rank != killed}
+    texts = {rank: file.read_text() for rank, file in errors.items()}
+    assert all(text.startswith("RankLost") and f"rank {killed} was lost" in text for text in texts.values()), texts
