@@ -386,7 +386,7 @@ def _take_adapters(worker: Any, chunk: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__" and len(sys.argv) == 1:  # a check before the run
-    print(json.dumps({"vllm": vllm_version()}))
+    sys.stdout.write(json.dumps({"vllm": vllm_version()}))
 elif __name__ == "__main__":
     serve_rank()
 elif __name__ == "__mp_main__":  # a worker, which is a process of its own under tensor parallelism
